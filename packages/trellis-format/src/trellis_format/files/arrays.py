@@ -1,0 +1,222 @@
+"""Owns arrays that may lie in memory or in a file, read by position and in pieces.  It must not map files into memory.
+
+Reads are positional (`pread`), so that a reader holds no more than what it asked for, and threads can share a file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trellis_format.errors import FormatTypeError, FormatValueError
+from trellis_format.files.header import FileIdentity, ShardHeader, TensorEntry
+
+__all__ = ["ArrayView", "FileArray", "MemoryArray", "ShardReader"]
+
+_NUMPY_DTYPES = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2",
+    "I32": "<i4", "U32": "<u4", "F32": "<f4", "I64": "<i8", "U64": "<u8", "F64": "<f8",
+}  # fmt: skip
+
+
+class ArrayView(ABC):
+    """An array that can be read whole or as a box.
+
+    Attributes:
+        shape: axis lengths.
+        dtype: element type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @abstractmethod
+    def read(self) -> npt.NDArray[Any]:
+        """The whole array; in memory it is the same storage, from a file it is a fresh array."""
+
+    @abstractmethod
+    def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
+        """Read a box into a buffer.
+
+        Args:
+            box: one slice of step 1 per axis.
+            out: `[bytes] uint8`, contiguous, exactly as large as the box; filled in row-major order.
+
+        Raises:
+            FormatValueError: if the box is outside the array, the buffer has another size, or the file is short.
+        """
+
+    def box_shape(self, box: tuple[slice, ...]) -> tuple[int, ...]:
+        """Axis lengths of a box.
+
+        Raises:
+            FormatValueError: if the box does not fit the array.
+        """
+        if len(box) != len(self.shape):
+            raise FormatValueError(f"box has {len(box)} axes, the array {len(self.shape)}")
+        lengths = []
+        for part, size in zip(box, self.shape, strict=True):
+            start, stop, step = part.indices(size)
+            given = (0 if part.start is None else part.start, size if part.stop is None else part.stop)
+            if step != 1 or (start, stop) != given or stop < start:
+                raise FormatValueError(f"box {part} is outside an axis of {size}")
+            lengths.append(stop - start)
+        return tuple(lengths)
+
+    def _check_out(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+        lengths = self.box_shape(box)
+        nbytes = math.prod(lengths) * self.dtype.itemsize
+        if out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous or out.size != nbytes:
+            raise FormatValueError(f"buffer must be {nbytes} contiguous uint8, got {out.dtype} {out.shape}")
+        return lengths
+
+
+class MemoryArray(ArrayView):
+    """An array in memory; `read` returns it without a copy."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
+
+    def read(self) -> npt.NDArray[Any]:
+        """The array itself."""
+        return self._array
+
+    def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
+        """Copy a box into a buffer; see `ArrayView.read_box`."""
+        lengths = self._check_out(box, out)
+        if out.size:
+            out.view(self.dtype).reshape(lengths)[...] = self._array[box]
+
+
+class ShardReader:
+    """Positional reads from one shard, opened at the first read and checked to be the file that the header came from.
+
+    Attributes:
+        header: the checked header.
+        bytes_read: bytes that were read so far.
+    """
+
+    def __init__(self, header: ShardHeader) -> None:
+        self.header = header
+        self.bytes_read = 0
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def read_into(self, offset: int, out: memoryview, tensor: str) -> None:
+        """Fill `out` from byte `offset` of the file.
+
+        Raises:
+            FormatValueError: if the file was replaced, changed or truncated since its header was read, or on an I/O
+                error.
+        """
+        descriptor = self._open()
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(descriptor, [out[done:]], offset + done)
+            except OSError as error:
+                raise self._refuse(f"cannot be read at byte {offset + done}: {error.strerror or error}", tensor) from error
+            if count == 0:
+                raise self._refuse(f"truncated: {len(out)} bytes wanted at byte {offset}, {done} read", tensor)
+            done += count
+        with self._lock:
+            self.bytes_read += done
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        with self._lock:
+            if self._finalizer is not None:
+                self._finalizer()
+            self._descriptor = self._finalizer = None
+
+    def _open(self) -> int:
+        with self._lock:
+            if self._descriptor is None:
+                try:
+                    descriptor = os.open(self.header.path, os.O_RDONLY)
+                except OSError as error:
+                    raise self._refuse(f"cannot be opened: {error.strerror or error}", None) from error
+                self._finalizer = weakref.finalize(self, os.close, descriptor)
+                if FileIdentity.of(os.fstat(descriptor)) != self.header.identity:
+                    self._finalizer()
+                    self._finalizer = None
+                    raise self._refuse("the file changed after its header was read", None)
+                self._descriptor = descriptor
+            return self._descriptor
+
+    def _refuse(self, message: str, tensor: str | None) -> FormatValueError:
+        return FormatValueError(message, file=self.header.path, tensor=tensor)
+
+
+class FileArray(ArrayView):
+    """A tensor of a shard, read by position.
+
+    Raises:
+        FormatTypeError: if numpy has no dtype for the tensor's.
+    """
+
+    def __init__(self, reader: ShardReader, entry: TensorEntry) -> None:
+        if entry.dtype not in _NUMPY_DTYPES:
+            raise FormatTypeError(f"dtype {entry.dtype} has no numpy type", file=reader.header.path, tensor=entry.name)
+        self.entry = entry
+        self.shape = entry.shape
+        self.dtype = np.dtype(_NUMPY_DTYPES[entry.dtype])
+        self._reader = reader
+
+    @property
+    def file(self) -> str:
+        """Path of the shard."""
+        return str(self._reader.header.path)
+
+    def read(self) -> npt.NDArray[Any]:
+        """The whole tensor, freshly read."""
+        flat = np.empty(self.nbytes, dtype=np.uint8)
+        self._reader.read_into(self.entry.begin, memoryview(flat), self.entry.name)
+        return flat.view(self.dtype).reshape(self.shape)
+
+    def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
+        """Read a box into a buffer, one positional read per contiguous run; see `ArrayView.read_box`."""
+        self._check_out(box, out)
+        if not out.size:
+            return
+        target, done = memoryview(out), 0
+        for offset, length in self._runs(box):
+            self._reader.read_into(self.entry.begin + offset, target[done : done + length], self.entry.name)
+            done += length
+
+    def _runs(self, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
+        """(byte offset, bytes) of each contiguous run of a box, in row-major order."""
+        lengths = self.box_shape(box)
+        axis = len(lengths)
+        run = self.dtype.itemsize
+        while axis and lengths[axis - 1] == self.shape[axis - 1]:  # trailing whole axes are contiguous
+            axis -= 1
+            run *= self.shape[axis]
+        stride = run
+        if axis:
+            axis -= 1
+            run *= lengths[axis]
+        strides = [0] * (axis + 1)
+        for index in range(axis, -1, -1):
+            strides[index] = stride
+            stride *= self.shape[index] if self.shape else 1
+        starts = [part.start or 0 for part in box]
+        base = sum(start * step for start, step in zip(starts, strides, strict=False))
+        for outer in np.ndindex(*lengths[:axis]):
+            yield base + sum(place * step for place, step in zip(outer, strides, strict=False)), run

@@ -1,0 +1,106 @@
+"""Owns what a model's `config.json` says about its experts.  It must not know tensors; where both speak, tensors decide.
+
+Model configurations are foreign files with hundreds of keys, so unknown keys are ignored here, unlike anywhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
+
+from trellis_format.activations import Activation
+from trellis_format.errors import FormatValueError
+
+__all__ = ["ModelConfig", "parse_model_config"]
+
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size")
+_HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
+_ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "situ": "situ",
+    "relu2": "relu2",
+}
+_GPT_OSS_LIMIT = 7.0  # swiglu_limit, alpha and the addend of the gpt-oss activation, as its architecture defines them
+_GPT_OSS_ALPHA = 1.702
+_GPT_OSS_BETA = 1.0
+
+
+class ModelConfig(BaseModel):
+    """The keys of `config.json` that concern experts, as the file states them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # foreign files: see the module docstring
+
+    model_type: StrictStr | None = None
+    architectures: tuple[StrictStr, ...] = ()
+    hidden_size: StrictInt | None = None
+    moe_latent_size: StrictInt | None = None
+    intermediate_size: StrictInt | None = None
+    moe_intermediate_size: StrictInt | list[StrictInt] | None = None
+    num_experts: StrictInt | None = None
+    num_local_experts: StrictInt | None = None
+    n_routed_experts: StrictInt | None = None
+    moe_num_experts: StrictInt | list[StrictInt] | None = None
+    num_experts_per_tok: StrictInt | list[StrictInt] | None = None
+    norm_topk_prob: StrictBool | None = None
+    hidden_act: StrictStr | None = None
+    swiglu_limit: float | None = None
+
+    def expert_count(self) -> int | None:
+        """Routed experts of a layer, None where the file does not say."""
+        return self._first_int(_EXPERT_COUNT_KEYS)
+
+    def expert_widths(self) -> dict[str, int]:
+        """Candidate widths of an expert, in channels, by the key that states them, most specific first."""
+        return self._ints(_EXPERT_WIDTH_KEYS)
+
+    def hidden_sizes(self) -> dict[str, int]:
+        """Candidate widths of an expert's input, in channels, by the key that states them, most specific first."""
+        return self._ints(_HIDDEN_KEYS)
+
+    def top_k(self) -> int | None:
+        """Routes of a token, None where the file does not say."""
+        return self._first_int(("num_experts_per_tok",))
+
+    def activation(self) -> Activation | None:
+        """The activation of the experts, None where the file does not say or names one that is not known."""
+        if self.model_type == "gpt_oss":
+            limit = _GPT_OSS_LIMIT if self.swiglu_limit is None else self.swiglu_limit
+            return Activation("swigluoai", limit=limit, alpha=_GPT_OSS_ALPHA, beta=_GPT_OSS_BETA)
+        kind = _ACTIVATION_NAMES.get(self.hidden_act or "")
+        return Activation(kind) if kind else None
+
+    def _ints(self, keys: tuple[str, ...]) -> dict[str, int]:
+        values = {key: getattr(self, key) for key in keys}
+        firsts = {key: value[0] if isinstance(value, list) and value else value for key, value in values.items()}
+        return {key: value for key, value in firsts.items() if isinstance(value, int) and value > 0}
+
+    def _first_int(self, keys: tuple[str, ...]) -> int | None:
+        return next(iter(self._ints(keys).values()), None)
+
+
+def parse_model_config(config: dict[str, Any] | None, *, file: str) -> ModelConfig:
+    """Read the expert keys of a parsed `config.json`; keys under `text_config` win over the same at the top.
+
+    Args:
+        config: the parsed file, or None for an empty configuration.
+        file: named in errors.
+
+    Raises:
+        FormatValueError: if a key that concerns experts has the wrong type; names the key.
+    """
+    merged = dict(config or {})
+    nested = merged.get("text_config")
+    if isinstance(nested, dict):
+        merged |= nested
+    try:
+        return ModelConfig.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise FormatValueError(f"{key}: {first['msg']}, got {str(first['input'])[:80]!r}", file=file) from error

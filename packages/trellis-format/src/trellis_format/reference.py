@@ -1,0 +1,153 @@
+"""Owns the float64 truth: linears and expert layers computed from the exact codes.  It must not be fast.
+
+Everything is decoded by the numpy law and multiplied in float64 with no intermediate rounding, so that an
+implementation's distance from it is its own error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trellis_format.activations import Activation
+from trellis_format.codebooks import get_codebook
+from trellis_format.errors import FormatTypeError, FormatValueError
+from trellis_format.extent import TrellisExtent
+from trellis_format.files.arrays import ArrayView
+from trellis_format.hadamard import hadamard
+from trellis_format.rates import Rate
+from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
+from trellis_format.tiles import decode_inner
+
+__all__ = ["linear", "moe_forward", "reconstruct"]
+
+_Double = npt.NDArray[np.float64]
+
+
+def reconstruct(
+    trellis: npt.NDArray[np.int16], suh: npt.NDArray[np.float16], svh: npt.NDArray[np.float16], codebook: str, rate: Rate
+) -> _Double:
+    """The weight in the original basis, W = diag(suh) H W_inner H diag(svh).
+
+    Args:
+        trellis: `[k_tiles, n_tiles, 16*K] int16`.
+        suh: `[k] float16`.
+        svh: `[n] float16`.
+        codebook: its name.
+        rate: K.
+
+    Returns:
+        `[k, n] float64`.
+    """
+    inner = decode_inner(trellis, get_codebook(codebook), rate).astype(np.float64)
+    left = hadamard(inner.T).T * suh.astype(np.float64)[:, None]
+    return hadamard(left) * svh.astype(np.float64)
+
+
+def linear(
+    x: npt.NDArray[np.floating],
+    trellis: npt.NDArray[np.int16],
+    suh: npt.NDArray[np.float16],
+    svh: npt.NDArray[np.float16],
+    codebook: str,
+    rate: Rate,
+    bias: npt.NDArray[np.float16] | None = None,
+) -> _Double:
+    """y = (((x * suh) H) W_inner H) * svh + bias.
+
+    Args:
+        x: `[rows, k]`.
+        trellis: `[k_tiles, n_tiles, 16*K] int16`.
+        suh: `[k] float16`.
+        svh: `[n] float16`.
+        codebook: its name.
+        rate: K.
+        bias: `[n] float16` or None.
+
+    Returns:
+        `[rows, n] float64`.
+    """
+    rotated = hadamard(x.astype(np.float64) * suh.astype(np.float64))
+    inner = decode_inner(trellis, get_codebook(codebook), rate).astype(np.float64)
+    y = hadamard(rotated @ inner) * svh.astype(np.float64)
+    return y if bias is None else y + bias.astype(np.float64)
+
+
+def moe_forward(
+    source: TrellisSource,
+    weights: TrellisWeights,
+    x: npt.NDArray[np.floating],
+    topk_ids: npt.NDArray[np.integer],
+    topk_weights: npt.NDArray[np.floating],
+    *,
+    activation: Activation | None = None,
+    extent: TrellisExtent | None = None,
+) -> _Double:
+    """The routed experts of one layer.
+
+    Args:
+        source: the layer.
+        weights: its arrays, over the source's extent.
+        x: `[tokens, hidden]`.
+        topk_ids: `[tokens, top_k]`; an id outside [0, experts) is no expert.
+        topk_weights: `[tokens, top_k]`.
+        activation: overrides the source's.
+        extent: the share of the intermediate axis to sum over (default: what the weights cover).  The down bias
+            belongs to the share that begins at channel 0.
+
+    Returns:
+        `[tokens, hidden] float64`, the sum over each token's routes and the extent's channels.
+
+    Raises:
+        FormatValueError: if no activation is known or the extent is not inside the source's.
+        FormatTypeError: if the codes are not in `exl3-linear` layout.
+    """
+    law = activation or source.activation
+    if law is None:
+        raise FormatValueError("the model's configuration names no known activation; give one")
+    if source.layout is not CodeLayout.EXL3_LINEAR:
+        raise FormatTypeError(f"layout {source.layout} is not readable here")
+    share = extent or source.extent
+    geometry = source.geometry
+    padded = np.zeros((x.shape[0], geometry.padded_hidden_size))
+    padded[:, : x.shape[1]] = x
+    y = np.zeros_like(padded)
+    for expert in range(geometry.num_experts):
+        token, slot = np.nonzero(topk_ids == expert)
+        if token.size:
+            out = _expert_forward(source, weights, padded[token], expert, law, share)
+            factor = topk_weights[token, slot].astype(np.float64) * source.up_divisor
+            np.add.at(y, token, out * factor[:, None])
+    return y[:, : geometry.hidden_size]
+
+
+def _expert_forward(
+    source: TrellisSource, weights: TrellisWeights, x: _Double, expert: int, law: Activation, share: TrellisExtent
+) -> _Double:
+    projections = source.geometry.projections
+    local = slice(share.first_channel - source.extent.first_channel, share.end_channel - source.extent.first_channel)
+    inputs = weights.input_scales if source.shared_input_scales else weights.input_scales[expert]
+    branches: dict[Projection, _Double] = {}
+    for index, projection in enumerate(projections[:-1]):
+        svh = weights.intermediate_scales[expert, index, local]
+        trellis = _codes(source, weights, expert, index, (slice(None), slice(local.start // 16, local.stop // 16)))
+        y = linear(x, trellis, inputs[index % len(inputs)], svh, source.codebook, source.rates.rate(expert, index))
+        if projection in weights.biases:
+            y = y + weights.biases[projection][expert, local].astype(np.float64)
+        branches[projection] = y
+    joined = law.apply(branches.get(Projection.GATE), branches[Projection.UP])
+    last = len(projections) - 1
+    trellis = _codes(source, weights, expert, last, (slice(local.start // 16, local.stop // 16), slice(None)))
+    outputs = weights.output_scales if source.shared_output_scales else weights.output_scales[expert]
+    suh = weights.intermediate_scales[expert, last, local]
+    y = linear(joined, trellis, suh, outputs, source.codebook, source.rates.rate(expert, last))
+    if Projection.DOWN in weights.biases and share.first_channel == 0:
+        y = y + weights.biases[Projection.DOWN][expert].astype(np.float64)
+    return y
+
+
+def _codes(
+    source: TrellisSource, weights: TrellisWeights, expert: int, projection: int, box: tuple[slice, slice]
+) -> npt.NDArray[np.int16]:
+    view: ArrayView = weights.code_view(expert, projection)
+    return view.read()[box]

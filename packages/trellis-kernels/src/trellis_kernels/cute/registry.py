@@ -1,0 +1,36 @@
+"""Owns the list of kernel specialisations that are compiled ahead of time.  It must not know `cutlass`.
+
+The list derives from the codebooks of trellis-format and the architectures here, so that neither can be forgotten.
+"""
+
+from __future__ import annotations
+
+from trellis_format.codebooks import CODEBOOKS
+from trellis_kernels.cute.archs import get_arch
+from trellis_kernels.cute.keys import VALUE_BYTES, DecodeKey, KernelKey
+
+__all__ = ["decode_keys", "registered_keys"]
+
+
+def registered_keys(arch: str) -> tuple[KernelKey, ...]:
+    """Every specialisation of every kernel for one compile target, in a fixed order.
+
+    Raises:
+        KernelValueError: if the target is unknown.
+    """
+    return decode_keys(arch)
+
+
+def decode_keys(arch: str) -> tuple[DecodeKey, ...]:
+    """The decode kernel for every codebook, every rate that it is legal for, and every output dtype.
+
+    Raises:
+        KernelValueError: if the target is unknown.
+    """
+    get_arch(arch)
+    return tuple(
+        DecodeKey(arch=arch, codebook=codebook.name, half_bits=rate.half_bits, out_dtype=dtype)
+        for codebook in CODEBOOKS.values()
+        for rate in codebook.legal_rates
+        for dtype in VALUE_BYTES
+    )

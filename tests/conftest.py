@@ -1,0 +1,33 @@
+"""Owns what all tests share: the hypothesis profile and the rule for tests that need a GPU.
+
+It must not import torch itself, since the tests of trellis-format run where torch is absent.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import settings
+
+# No deadline: the first example of a test may compile or page in a file.  Derandomised, so that a run can be repeated.
+settings.register_profile("trellis", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("trellis")
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether torch is installed and finds a CUDA device."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is none; torch is looked for only when such a test was collected."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
