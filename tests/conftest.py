@@ -1,4 +1,4 @@
-"""Owns what all tests share: the hypothesis profile and the rule for tests that need a GPU.
+"""Owns what all tests share: the hypothesis profile, the test data option, and the rule for tests that need a GPU.
 
 It must not import torch itself, since the tests of trellis-format run where torch is absent.
 """
@@ -6,13 +6,21 @@ It must not import torch itself, since the tests of trellis-format run where tor
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from data_set import DEFAULT_DATA
+
 # No deadline: the first example of a test may compile or page in a file.  Derandomised, so that a run can be repeated.
 settings.register_profile("trellis", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("trellis")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--data`, the folder with the checkpoints and outputs that tests read."""
+    parser.addoption("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help="test data; default: tests/data")
 
 
 @functools.cache

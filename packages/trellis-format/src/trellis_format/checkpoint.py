@@ -17,12 +17,14 @@ from trellis_format.files.arrays import FileArray, ShardReader
 from trellis_format.files.header import read_header
 from trellis_format.files.strict_json import read_json
 
-__all__ = ["INDEX_NAME", "Checkpoint", "open_checkpoint"]
+__all__ = ["CONFIG_NAME", "INDEX_NAME", "QUANTIZATION_CONFIG_NAME", "Checkpoint", "open_checkpoint"]
 
 INDEX_NAME = "model.safetensors.index.json"
 """File that maps tensors to shards where there are several."""
 CONFIG_NAME = "config.json"
+"""File with the model's configuration."""
 QUANTIZATION_CONFIG_NAME = "quantization_config.json"
+"""File with what the converter wrote about each module."""
 MAX_SHARDS = 100_000
 """Most shards of one checkpoint."""
 
@@ -96,17 +98,20 @@ def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False)
         raise FormatValueError("no *.safetensors file in the checkpoint directory", file=directory)
     if len(found) > MAX_SHARDS:
         raise FormatValueError(f"{len(found)} shards exceed the bound of {MAX_SHARDS}", file=directory)
-    missing = sorted(set(index.values()) - set(found)) if index else []
+    listed = set((index or {}).values())
+    missing = sorted(listed - set(found))
     if missing:
         raise FormatNotFoundError(
             f"the index names {len(missing)} shards that are not in the directory, first {missing[0]!r}",
             file=directory / INDEX_NAME,
         )
-    readers, tensors, origin = [], {}, {}
+    readers: list[ShardReader] = []
+    tensors: dict[str, FileArray] = {}
+    origin: dict[str, str] = {}
     notes: list[str] = []
     for name in found:
         header = read_header(directory / name)
-        if index and name not in index.values() and not any(key.endswith(".trellis") for key in header.entries):
+        if index is not None and name not in listed and not any(key.endswith(".trellis") for key in header.entries):
             notes.append(f"{name} is not in {INDEX_NAME} and holds no trellis: not read")
             continue
         reader = ShardReader(header)
@@ -118,7 +123,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False)
                 )
             origin[entry.name] = name
             tensors[entry.name] = FileArray(reader, entry)
-    if index:
+    if index is not None:
         _compare_index(index, origin, directory)
     return Checkpoint(
         directory,

@@ -21,6 +21,7 @@ class FormatError(Exception):
     """Base of every error that trellis-format raises on purpose.
 
     Attributes:
+        message: what is wrong, without the place.
         file: path of the file at fault, or None.
         tensor: name of the tensor at fault, or None.
     """
@@ -28,6 +29,7 @@ class FormatError(Exception):
     def __init__(self, message: str, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
         where = "".join(f"{part}: " for part in (str(file) if file else "", tensor or "") if part)
         super().__init__(where + message)
+        self.message = message
         self.file = str(file) if file else None
         self.tensor = tensor
 

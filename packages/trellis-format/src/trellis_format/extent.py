@@ -1,4 +1,7 @@
-"""Owns the extent: a rank's share of the intermediate axis, in source coordinates.  It must not know ranks or devices."""
+"""Owns the extent: a rank's share of the intermediate axis, in source coordinates.
+
+It must not know ranks or devices.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ class TrellisExtent:
             raise FormatValueError(f"extent over {size} channels: the axis must be a positive multiple of {SLOT}")
         if self.first_slot < 0 or self.slot_count < 0 or end * SLOT > size:
             raise FormatValueError(
-                f"extent of slots {self.first_slot}..{end} is outside the axis of {size // SLOT} slots ({size} channels)"
+                f"extent of slots {self.first_slot}..{end} is outside the axis of {size // SLOT} slots "
+                f"({size} channels)"
             )
 
     @classmethod

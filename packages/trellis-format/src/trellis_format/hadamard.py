@@ -7,11 +7,12 @@ The block matrix is Sylvester's in natural order divided by the square root of i
 from __future__ import annotations
 
 import math
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.errors import FormatValueError
+from trellis_format.errors import FormatTypeError, FormatValueError
 
 __all__ = ["HADAMARD_BLOCK", "hadamard"]
 
@@ -19,7 +20,10 @@ HADAMARD_BLOCK = 128
 """Channels of the block that every EXL3 linear uses on both sides."""
 
 
-def hadamard(values: npt.NDArray[np.floating], block: int = HADAMARD_BLOCK) -> npt.NDArray[np.floating]:
+_Float = TypeVar("_Float", bound=np.floating[Any])
+
+
+def hadamard(values: npt.NDArray[_Float], block: int = HADAMARD_BLOCK) -> npt.NDArray[_Float]:
     """Rotate the last axis block by block, in the precision of the input.
 
     Args:
@@ -30,15 +34,19 @@ def hadamard(values: npt.NDArray[np.floating], block: int = HADAMARD_BLOCK) -> n
         An array of the same shape and dtype.
 
     Raises:
+        FormatTypeError: if the values are not floating.
         FormatValueError: if `block` is not a power of two or does not divide the last axis.
     """
+    if not np.issubdtype(values.dtype, np.floating):
+        raise FormatTypeError(f"a rotation needs floating values, got {values.dtype}")
     channels = values.shape[-1]
     if block < 1 or block & (block - 1):
         raise FormatValueError(f"Hadamard block {block} is not a power of two")
     if channels % block:
-        near = channels // block * block, -(-channels // block) * block
+        near = [size for size in (channels // block * block, -(-channels // block) * block) if size]
         raise FormatValueError(
-            f"{channels} channels are not a multiple of the Hadamard block {block}; nearest: {near[0]} or {near[1]}"
+            f"{channels} channels are not a multiple of the Hadamard block {block}; nearest: "
+            f"{' or '.join(map(str, near))}"
         )
     result = values.reshape(-1, block)
     half = 1

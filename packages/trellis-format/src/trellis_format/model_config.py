@@ -1,4 +1,6 @@
-"""Owns what a model's `config.json` says about its experts.  It must not know tensors; where both speak, tensors decide.
+"""Owns what a model's `config.json` says about its experts.  It must not know tensors.
+
+Where a configuration and tensors both speak, tensors decide.
 
 Model configurations are foreign files with hundreds of keys, so unknown keys are ignored here, unlike anywhere else.
 """
@@ -17,6 +19,7 @@ __all__ = ["ModelConfig", "parse_model_config"]
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size")
 _HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
+_ACTIVATION_KEYS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 _ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -29,6 +32,9 @@ _ACTIVATION_NAMES = {
 _GPT_OSS_LIMIT = 7.0  # swiglu_limit, alpha and the addend of the gpt-oss activation, as its architecture defines them
 _GPT_OSS_ALPHA = 1.702
 _GPT_OSS_BETA = 1.0
+_UP_DIVISOR = 128.0  # keeps gate * up of these architectures inside fp16; the files do not record it
+_DIVIDED_MODEL_TYPES = ("laguna", "mistral4")
+_DIVIDED_LAYERS = {"MiMoV2ForCausalLM": (47,)}
 
 
 class ModelConfig(BaseModel):
@@ -37,10 +43,10 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")  # foreign files: see the module docstring
 
     model_type: StrictStr | None = None
-    architectures: tuple[StrictStr, ...] = ()
+    architectures: tuple[StrictStr, ...] | None = None
     hidden_size: StrictInt | None = None
     moe_latent_size: StrictInt | None = None
-    intermediate_size: StrictInt | None = None
+    intermediate_size: StrictInt | list[StrictInt] | None = None
     moe_intermediate_size: StrictInt | list[StrictInt] | None = None
     num_experts: StrictInt | None = None
     num_local_experts: StrictInt | None = None
@@ -49,7 +55,9 @@ class ModelConfig(BaseModel):
     num_experts_per_tok: StrictInt | list[StrictInt] | None = None
     norm_topk_prob: StrictBool | None = None
     hidden_act: StrictStr | None = None
-    swiglu_limit: float | None = None
+    mlp_hidden_act: StrictStr | None = None
+    hidden_activation: StrictStr | None = None
+    swiglu_limit: float | list[float | None] | None = None
 
     def expert_count(self) -> int | None:
         """Routed experts of a layer, None where the file does not say."""
@@ -68,12 +76,35 @@ class ModelConfig(BaseModel):
         return self._first_int(("num_experts_per_tok",))
 
     def activation(self) -> Activation | None:
-        """The activation of the experts, None where the file does not say or names one that is not known."""
+        """The activation of the experts, None where the file does not say or names one that is not known.
+
+        Raises:
+            FormatValueError: if the limit that the file states is not positive.
+        """
         if self.model_type == "gpt_oss":
-            limit = _GPT_OSS_LIMIT if self.swiglu_limit is None else self.swiglu_limit
+            limit = self.swiglu_limit if isinstance(self.swiglu_limit, float) else _GPT_OSS_LIMIT
             return Activation("swigluoai", limit=limit, alpha=_GPT_OSS_ALPHA, beta=_GPT_OSS_BETA)
-        kind = _ACTIVATION_NAMES.get(self.hidden_act or "")
+        key = self.activation_key()
+        kind = _ACTIVATION_NAMES.get(getattr(self, key)) if key else None
+        if kind == "silu" and self.swiglu_limit and isinstance(self.swiglu_limit, float):
+            return Activation(kind, limit=self.swiglu_limit)
         return Activation(kind) if kind else None
+
+    def activation_key(self) -> str | None:
+        """The key that states the activation, None where there is none."""
+        if self.model_type == "gpt_oss":
+            return "model_type"
+        return next((key for key in _ACTIVATION_KEYS if getattr(self, key)), None)
+
+    def up_divisor(self, layer: int) -> float:
+        """The number by which the architecture divides up of a layer's routed experts before they are quantised.
+
+        Source: the architecture definitions of exllamav3, which multiply the route weights by it.
+        """
+        divided = self.model_type in _DIVIDED_MODEL_TYPES or any(
+            layer in _DIVIDED_LAYERS.get(name, ()) for name in self.architectures or ()
+        )
+        return _UP_DIVISOR if divided else 1.0
 
     def _ints(self, keys: tuple[str, ...]) -> dict[str, int]:
         values = {key: getattr(self, key) for key in keys}

@@ -1,4 +1,7 @@
-"""Owns the table of rates of one layer: K per expert and projection, in its shortest form.  It must not know codebooks."""
+"""Owns the table of rates of one layer: K per expert and projection, in its shortest form.
+
+It must not know codebooks.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TILE_WEIGHTS = TILE * TILE
 STATE_BITS = 16
 """Width of the trellis state window, in bits."""
 
-_HALF_BITS = tuple(range(2, 17, 2)) + (3, 5, 7)
+_HALF_BITS = (*range(2, 17, 2), 3, 5, 7)
 _HALF_NIBBLE_BASE = 8  # nibbles 9, 10, 11 are 1.5, 2.5, 3.5: eight plus the whole bits
 
 
@@ -55,7 +55,7 @@ class Rate:
         """
         try:
             doubled = Fraction(bits) * 2
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, ArithmeticError) as error:
             raise FormatValueError(f"bitrate {bits!r} is not a number; legal K: {_legal_text()}") from error
         if doubled.denominator != 1:
             raise FormatValueError(f"bitrate K = {bits} is not a multiple of 1/2; legal K: {_legal_text()}")

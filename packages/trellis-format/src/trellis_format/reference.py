@@ -13,7 +13,6 @@ from trellis_format.activations import Activation
 from trellis_format.codebooks import get_codebook
 from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.arrays import ArrayView
 from trellis_format.hadamard import hadamard
 from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
@@ -25,7 +24,11 @@ _Double = npt.NDArray[np.float64]
 
 
 def reconstruct(
-    trellis: npt.NDArray[np.int16], suh: npt.NDArray[np.float16], svh: npt.NDArray[np.float16], codebook: str, rate: Rate
+    trellis: npt.NDArray[np.int16],
+    suh: npt.NDArray[np.float16],
+    svh: npt.NDArray[np.float16],
+    codebook: str,
+    rate: Rate,
 ) -> _Double:
     """The weight in the original basis, W = diag(suh) H W_inner H diag(svh).
 
@@ -53,7 +56,7 @@ def linear(
     rate: Rate,
     bias: npt.NDArray[np.float16] | None = None,
 ) -> _Double:
-    """y = (((x * suh) H) W_inner H) * svh + bias.
+    """The product of a linear, (((x * suh) H) W_inner H) * svh + bias.
 
     Args:
         x: `[rows, k]`.
@@ -99,7 +102,8 @@ def moe_forward(
         `[tokens, hidden] float64`, the sum over each token's routes and the extent's channels.
 
     Raises:
-        FormatValueError: if no activation is known or the extent is not inside the source's.
+        FormatValueError: if no activation is known, x is not as wide as the layer, ids and weights differ in shape, or
+            the extent is of another axis, not inside the source's, or cuts a block.
         FormatTypeError: if the codes are not in `exl3-linear` layout.
     """
     law = activation or source.activation
@@ -107,8 +111,15 @@ def moe_forward(
         raise FormatValueError("the model's configuration names no known activation; give one")
     if source.layout is not CodeLayout.EXL3_LINEAR:
         raise FormatTypeError(f"layout {source.layout} is not readable here")
-    share = extent or source.extent
     geometry = source.geometry
+    share = extent or source.extent
+    _check_share(share, source.extent)
+    if x.ndim != 2 or x.shape[1] != geometry.hidden_size:
+        raise FormatValueError(f"x must be [tokens, {geometry.hidden_size}], got shape {x.shape}")
+    if topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != x.shape[:1] or topk_ids.ndim != 2:
+        raise FormatValueError(
+            f"ids {topk_ids.shape} and weights {topk_weights.shape} must both be [{x.shape[0]}, top_k]"
+        )
     padded = np.zeros((x.shape[0], geometry.padded_hidden_size))
     padded[:, : x.shape[1]] = x
     y = np.zeros_like(padded)
@@ -121,6 +132,18 @@ def moe_forward(
     return y[:, : geometry.hidden_size]
 
 
+def _check_share(share: TrellisExtent, held: TrellisExtent) -> None:
+    share.check_blocks()
+    sizes = share.global_intermediate_size, held.global_intermediate_size
+    if sizes[0] != sizes[1]:
+        raise FormatValueError(f"extent is of an axis of {sizes[0]} channels, the layer has {sizes[1]}")
+    if share.first_channel < held.first_channel or share.end_channel > held.end_channel:
+        raise FormatValueError(
+            f"extent of channels {share.first_channel}..{share.end_channel} is not inside the held "
+            f"{held.first_channel}..{held.end_channel}"
+        )
+
+
 def _expert_forward(
     source: TrellisSource, weights: TrellisWeights, x: _Double, expert: int, law: Activation, share: TrellisExtent
 ) -> _Double:
@@ -130,14 +153,14 @@ def _expert_forward(
     branches: dict[Projection, _Double] = {}
     for index, projection in enumerate(projections[:-1]):
         svh = weights.intermediate_scales[expert, index, local]
-        trellis = _codes(source, weights, expert, index, (slice(None), slice(local.start // 16, local.stop // 16)))
+        trellis = _codes(weights, expert, index, (slice(None), slice(local.start // 16, local.stop // 16)))
         y = linear(x, trellis, inputs[index % len(inputs)], svh, source.codebook, source.rates.rate(expert, index))
         if projection in weights.biases:
             y = y + weights.biases[projection][expert, local].astype(np.float64)
         branches[projection] = y
     joined = law.apply(branches.get(Projection.GATE), branches[Projection.UP])
     last = len(projections) - 1
-    trellis = _codes(source, weights, expert, last, (slice(local.start // 16, local.stop // 16), slice(None)))
+    trellis = _codes(weights, expert, last, (slice(local.start // 16, local.stop // 16), slice(None)))
     outputs = weights.output_scales if source.shared_output_scales else weights.output_scales[expert]
     suh = weights.intermediate_scales[expert, last, local]
     y = linear(joined, trellis, suh, outputs, source.codebook, source.rates.rate(expert, last))
@@ -147,7 +170,7 @@ def _expert_forward(
 
 
 def _codes(
-    source: TrellisSource, weights: TrellisWeights, expert: int, projection: int, box: tuple[slice, slice]
+    weights: TrellisWeights, expert: int, projection: int, box: tuple[slice, slice]
 ) -> npt.NDArray[np.int16]:
-    view: ArrayView = weights.code_view(expert, projection)
-    return view.read()[box]
+    codes: npt.NDArray[np.int16] = weights.code_view(expert, projection).read()
+    return codes[box]

@@ -7,6 +7,8 @@ bit first; on 16-bit words that is a swap within each pair.  The state of positi
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,15 +52,17 @@ def pack_states(states: npt.NDArray[np.uint16], rate: Rate) -> npt.NDArray[np.in
         `[..., 16*K] int16`.
 
     Raises:
+        FormatTypeError: if the states are not 16-bit integers.
         FormatValueError: if the last axis is not 256 states.
     """
+    words = _integers16(states, "states")
     if states.shape[-1:] != (TILE_WEIGHTS,):
         raise FormatValueError(f"a tile has {TILE_WEIGHTS} states, got shape {states.shape}")
     advances = rate.advances()
     position = np.repeat(np.arange(TILE_WEIGHTS), advances)
     bit_in_symbol = np.arange(rate.ring_bits) - np.repeat(np.cumsum(advances) - advances, advances)
     shift = (advances[position] - 1 - bit_in_symbol).astype(np.uint16)
-    bits = (np.ascontiguousarray(states).view(np.uint16)[..., position] >> shift) & np.uint16(1)
+    bits = (words[..., position] >> shift) & np.uint16(1)
     stream = np.packbits(bits.astype(np.uint8), axis=-1).view(">u2").astype(np.uint16)
     return _swap_pairs(stream).view(np.int16)
 
@@ -69,20 +73,28 @@ def chain_holds(states: npt.NDArray[np.uint16], rate: Rate) -> bool:
     Args:
         states: `[..., 256] uint16` in position order.
         rate: K.
+
+    Raises:
+        FormatTypeError: if the states are not 16-bit integers.
     """
     advances = rate.advances().astype(np.uint32)
-    current = states.astype(np.uint32)
+    current = _integers16(states, "states").astype(np.uint32)
     before = np.roll(current, 1, axis=-1)
     kept = (np.uint32(1) << (np.uint32(STATE_BITS) - advances)) - np.uint32(1)
     return bool(np.all(current >> advances == before & kept))
 
 
 def _words16(trellis: npt.NDArray[np.int16], rate: Rate) -> npt.NDArray[np.uint16]:
-    if trellis.dtype not in (np.int16, np.uint16):
-        raise FormatTypeError(f"trellis words must be int16, got {trellis.dtype}")
+    words = _integers16(trellis, "trellis words")
     if trellis.shape[-1:] != (rate.tile_words16,):
         raise FormatValueError(f"a tile of K = {rate} has {rate.tile_words16} words, got shape {trellis.shape}")
-    return np.ascontiguousarray(trellis).view(np.uint16)
+    return words
+
+
+def _integers16(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint16]:
+    if array.dtype not in (np.int16, np.uint16):
+        raise FormatTypeError(f"{what} must be int16, got {array.dtype}")
+    return np.ascontiguousarray(array).view(np.uint16)
 
 
 def _swap_pairs(words: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:

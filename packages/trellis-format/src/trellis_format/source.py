@@ -6,6 +6,7 @@ planner reads the source alone; preparation reads both.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -23,7 +24,12 @@ from trellis_format.rate_table import RateTable
 __all__ = ["CodeLayout", "ExpertGeometry", "Projection", "TrellisSource", "TrellisWeights"]
 
 
-class Projection(StrEnum):
+class _Named(StrEnum):
+    def __repr__(self) -> str:  # evaluates back, as the repr of what holds it must
+        return f"{type(self).__name__}.{self.name}"
+
+
+class Projection(_Named):
     """The linears of an expert, in the order of every table."""
 
     GATE = "gate"
@@ -31,7 +37,7 @@ class Projection(StrEnum):
     DOWN = "down"
 
 
-class CodeLayout(StrEnum):
+class CodeLayout(_Named):
     """How codes lie in memory or in a file."""
 
     EXL3_LINEAR = "exl3-linear"
@@ -77,7 +83,8 @@ class ExpertGeometry:
         for axis in ("hidden_size", "intermediate_size"):
             size, padded = getattr(self, axis), getattr(self, f"padded_{axis}")
             if padded != -(-size // BLOCK) * BLOCK:
-                raise FormatValueError(f"{axis} {size} is stored in {-(-size // BLOCK) * BLOCK} channels, not in {padded}")
+                legal = -(-size // BLOCK) * BLOCK
+                raise FormatValueError(f"{axis} {size} is stored in {legal} channels, not in {padded}")
         if self.projections not in (tuple(Projection), (Projection.UP, Projection.DOWN)):
             raise FormatValueError(f"projections must be gate, up, down or up, down; got {self.projections}")
 
@@ -106,7 +113,7 @@ class TrellisSource:
         shared_input_scales: whether all experts share the input vectors (then `[H]` or `[2, H]`).
         joint_input_scales: whether gate and up share one input vector, so that one rotated activation serves both.
         shared_output_scales: whether all experts share the output vector (then `[H]`).
-        has_bias: whether experts carry biases.
+        biased: the projections whose linears carry a bias.
         up_divisor: the number by which the stored up projection was divided; the route weight makes up for it.
         activation: law between the GEMMs, as the model's configuration states it; None where it does not.
 
@@ -124,11 +131,18 @@ class TrellisSource:
     shared_input_scales: bool = False
     joint_input_scales: bool = False
     shared_output_scales: bool = False
-    has_bias: bool = False
+    biased: tuple[Projection, ...] = ()
     up_divisor: float = 1.0
     activation: Activation | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("codebook", str), ("geometry", ExpertGeometry), ("rates", RateTable), ("layout", CodeLayout),
+            ("extent", TrellisExtent), ("biased", tuple), ("up_divisor", (int, float)),
+            ("activation", (Activation, type(None))),
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), kind):
+                raise FormatTypeError(f"source {name} has the wrong type {type(getattr(self, name)).__name__}")
         codebook = get_codebook(self.codebook)
         for rate in self.rates.distinct():
             codebook.check_rate(rate)
@@ -139,8 +153,10 @@ class TrellisSource:
                 f"{self.geometry.padded_intermediate_size}"
             )
         self.extent.check_blocks()
-        if not self.up_divisor > 0:
-            raise FormatValueError(f"up_divisor {self.up_divisor} must be above 0")
+        if self.biased != tuple(name for name in self.geometry.projections if name in self.biased):
+            raise FormatValueError(f"biased {self.biased} must be in order, of {self.geometry.projections}")
+        if not 0 < self.up_divisor < math.inf:
+            raise FormatValueError(f"up_divisor {self.up_divisor} must be above 0 and finite")
 
     def code_bytes(self, extent: TrellisExtent | None = None) -> int:
         """Bytes of all codes of a share of the intermediate axis (default: what the weights cover)."""

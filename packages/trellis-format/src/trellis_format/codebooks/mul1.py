@@ -51,4 +51,5 @@ class Mul1(Codebook):
         for shift in (0, 8, 16, 24):
             total += (product >> np.uint32(shift)) & np.uint32(0xFF)
         # (1024 + S) * scale + bias needs 22 significand bits at most, so float64 is exact and the cast rounds once
-        return ((1024.0 + total.astype(np.float64)) * _SCALE + _BIAS).astype(np.float16)
+        exact: npt.NDArray[np.float64] = (1024.0 + total.astype(np.float64)) * _SCALE + _BIAS
+        return exact.astype(np.float16)

@@ -23,13 +23,14 @@ _Half = npt.NDArray[np.float16]
 
 
 def trellis_from_exl3(
-    layer: Exl3Layer, *, activation: Activation | None = None
+    layer: Exl3Layer, *, activation: Activation | None = None, up_divisor: float | None = None
 ) -> tuple[TrellisSource, TrellisWeights]:
     """Describe one layer of EXL3 experts without its container.
 
     Args:
         layer: a layer from `find_layer`.
         activation: overrides what the model's configuration says.
+        up_divisor: overrides the number by which the model's architecture divides up before it is quantised.
 
     Returns:
         The source, and the weights over the whole intermediate axis.  Codes are views; scales, biases and markers are
@@ -67,7 +68,8 @@ def trellis_from_exl3(
         shared_input_scales=shared_input,
         joint_input_scales=joint,
         shared_output_scales=shared_output,
-        has_bias=bool(biases),
+        biased=tuple(biases),
+        up_divisor=layer.config.up_divisor(layer.key.index) if up_divisor is None else up_divisor,
         activation=activation or layer.config.activation(),
     )
     weights = TrellisWeights(
@@ -82,7 +84,7 @@ def trellis_from_exl3(
 
 
 def layer_geometry(layer: Exl3Layer) -> ExpertGeometry:
-    """Sizes of a layer: stored sizes from the tensors, true sizes from the configuration where they agree.
+    """The sizes of a layer: stored sizes from the tensors, true sizes from the configuration where they agree.
 
     A configured width is taken when rounding it up to 128 gives the stored one; otherwise the stored width is the
     true one.

@@ -1,22 +1,39 @@
-"""Owns the grouping of EXL3 linears into layers of experts, and the checks across them.  It must not read tensor data."""
+"""Owns the grouping of EXL3 linears into layers of experts, and the checks across them.
+
+It must not read tensor data.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from trellis_format.checkpoint import Checkpoint
-from trellis_format.errors import FormatError, FormatValueError
+from trellis_format.checkpoint import CONFIG_NAME, Checkpoint
+from trellis_format.errors import FormatValueError
+from trellis_format.exl3.declared import read_declared
 from trellis_format.exl3.linear import LINEAR_SUFFIXES, Exl3Linear, describe_linear
 from trellis_format.exl3.names import DEFAULT_PATTERN, ExpertName, compile_pattern, match_expert
 from trellis_format.files.arrays import FileArray
 from trellis_format.model_config import ModelConfig, parse_model_config
 from trellis_format.source import Projection
 
-__all__ = ["Exl3Layer", "Exl3Modules", "LayerKey", "find_layer", "find_layers", "group_modules"]
+__all__ = [
+    "Exl3Layer",
+    "Exl3Modules",
+    "LayerKey",
+    "build_layer",
+    "example_trellis",
+    "find_layer",
+    "find_layers",
+    "group_modules",
+]
 
 _AUXILIARY_PREFIX = re.compile(r"(^|\.)mtp(\.|$)")
+_TRELLIS = ".trellis"
+
+_Table = dict[int, dict[Projection, Exl3Linear]]
 
 
 @dataclass(frozen=True, order=True)
@@ -25,6 +42,11 @@ class LayerKey:
 
     index: int
     prefix: str
+
+    @property
+    def auxiliary(self) -> bool:
+        """Whether the layer belongs to a multi-token-prediction head and not to the main stack."""
+        return _AUXILIARY_PREFIX.search(self.prefix) is not None
 
 
 @dataclass(frozen=True)
@@ -62,8 +84,8 @@ class Exl3Modules:
 
 def group_modules(tensors: dict[str, FileArray]) -> Exl3Modules:
     """Group tensors by module: those with a `trellis` beside them are linears' (or embeddings', by rank)."""
-    modules = {name[: -len(".trellis")] for name in tensors if name.endswith(".trellis")}
-    linears: dict[str, dict[str, FileArray]] = {module: {} for module in modules}
+    modules = {name[: -len(_TRELLIS)] for name in tensors if name.endswith(_TRELLIS)}
+    linears: dict[str, dict[str, FileArray]] = {module: {} for module in sorted(modules)}
     others = {}
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
@@ -72,6 +94,16 @@ def group_modules(tensors: dict[str, FileArray]) -> Exl3Modules:
         else:
             others[name] = tensor
     return Exl3Modules(linears, others)
+
+
+def example_trellis(tensors: Mapping[str, FileArray]) -> FileArray | None:
+    """The first tensor by name that makes a checkpoint EXL3, a 3-D int16 trellis with its vectors, or None."""
+    for name in sorted(name for name in tensors if name.endswith(_TRELLIS)):
+        tensor, module = tensors[name], name[: -len(_TRELLIS)]
+        vectors = all(any(f"{module}.{word}" in tensors for word in pair) for pair in (("suh", "su"), ("svh", "sv")))
+        if vectors and len(tensor.shape) == 3 and tensor.entry.dtype == "I16":
+            return tensor
+    return None
 
 
 def find_layers(checkpoint: Checkpoint, *, pattern: str = DEFAULT_PATTERN) -> dict[LayerKey, dict[str, ExpertName]]:
@@ -88,44 +120,79 @@ def find_layers(checkpoint: Checkpoint, *, pattern: str = DEFAULT_PATTERN) -> di
     compiled = compile_pattern(pattern)
     layers: dict[LayerKey, dict[str, ExpertName]] = {}
     for name in checkpoint.tensors:
-        if not name.endswith(".trellis"):
+        if not name.endswith(_TRELLIS):
             continue
-        module = name[: -len(".trellis")]
+        module = name[: -len(_TRELLIS)]
         expert = match_expert(module, compiled)
         if expert is not None:
             layers.setdefault(LayerKey(expert.layer, expert.prefix), {})[module] = expert
     return dict(sorted(layers.items()))
 
 
-def find_layer(checkpoint: Checkpoint, layer: int | LayerKey, *, pattern: str = DEFAULT_PATTERN) -> Exl3Layer:
+def find_layer(
+    checkpoint: Checkpoint,
+    layer: int | LayerKey,
+    *,
+    pattern: str = DEFAULT_PATTERN,
+    ignore_method: bool = False,
+) -> Exl3Layer:
     """Describe the experts of one layer.
 
     Args:
         checkpoint: an opened checkpoint.
         layer: its index in the main stack, or its key where an index is not unique.
         pattern: regular expression of expert names.
+        ignore_method: trust the tensors where a configuration states another `quant_method`.
 
     Raises:
         FormatTypeError, FormatValueError: if the layer has no experts, an expert or a projection is missing, a linear
-            breaks a rule, or experts differ in size; names layer, expert, projection and both numbers.
+            breaks a rule, experts differ in size, or a configuration contradicts the tensors; names layer, expert,
+            projection and both values.
+        FormatUnsupportedError: if names are of the rank-sliced dialect.
     """
     layers = find_layers(checkpoint, pattern=pattern)
+    declared = read_declared(checkpoint)
+    if not ignore_method:
+        declared.check_method(example_trellis(checkpoint.tensors))
     key = layer if isinstance(layer, LayerKey) else _unique_key(checkpoint, layer, layers)
     if key not in layers:
         raise FormatValueError(f"no experts under {key.prefix!r}", file=checkpoint.path)
-    config = parse_model_config(checkpoint.config, file=str(checkpoint.path / "config.json"))
-    table: dict[int, dict[Projection, Exl3Linear]] = {}
-    for module, name in layers[key].items():
+    linears = {module: describe_linear(module, _module_tensors(checkpoint.tensors, module)) for module in layers[key]}
+    for linear in linears.values():
+        declared.check_linear(linear)
+    config = parse_model_config(checkpoint.config, file=str(checkpoint.path / CONFIG_NAME))
+    return build_layer(checkpoint.path, key, layers[key], linears, config)
+
+
+def build_layer(
+    path: Path, key: LayerKey, names: Mapping[str, ExpertName], linears: Mapping[str, Exl3Linear], config: ModelConfig
+) -> Exl3Layer:
+    """Put the described linears of one layer together.
+
+    Args:
+        path: the checkpoint, named in errors.
+        key: the layer.
+        names: what the module names say.
+        linears: the linears, by the same module names.
+        config: the model's configuration.
+
+    Raises:
+        FormatValueError: if an expert or a projection is missing or double, or sizes differ.
+    """
+    table: _Table = {}
+    for module, name in names.items():
         row = table.setdefault(name.expert, {})
         if name.projection in row:
             raise FormatValueError(
-                f"expert {name.expert} has two {name.projection} linears: {row[name.projection].name} and {module}",
-                file=checkpoint.path,
+                f"layer {key.index}: expert {name.expert} has two {name.projection} linears: "
+                f"{row[name.projection].name} and {module}",
+                file=path,
             )
-        row[name.projection] = describe_linear(module, _module_tensors(checkpoint.tensors, module))
-    _check_complete(checkpoint, key, table, config)
+        row[name.projection] = linears[module]
+    _check_complete(path, key, table, config)
     experts = tuple(table[index] for index in range(len(table)))
-    _check_sizes(checkpoint, key, experts)
+    _check_sizes(key, experts)
+    _check_biases(key, experts)
     return Exl3Layer(key, experts, config)
 
 
@@ -137,7 +204,7 @@ def _module_tensors(tensors: dict[str, FileArray], module: str) -> dict[str, Fil
 def _unique_key(checkpoint: Checkpoint, index: int, layers: Iterable[LayerKey]) -> LayerKey:
     keys = list(layers)
     here = [key for key in keys if key.index == index]
-    main = [key for key in here if not _AUXILIARY_PREFIX.search(key.prefix)] or here
+    main = [key for key in here if not key.auxiliary] or here
     if not main:
         known = sorted({key.index for key in keys})
         text = f"layers with experts: {_ranges(known)}" if known else "no layer of this checkpoint has EXL3 experts"
@@ -161,50 +228,52 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(str(bound) for bound in part) for part in parts)
 
 
-def _check_complete(
-    checkpoint: Checkpoint, key: LayerKey, table: dict[int, dict[Projection, Exl3Linear]], config: ModelConfig
-) -> None:
+def _check_complete(path: Path, key: LayerKey, table: _Table, config: ModelConfig) -> None:
     declared = config.expert_count()
     count = max(declared or 0, max(table) + 1)
     present = {projection for row in table.values() for projection in row}
     needed = [projection for projection in Projection if projection in present | {Projection.UP, Projection.DOWN}]
     for projection in needed:
-        having = [index for index, row in table.items() if projection in row]
+        having = {index for index, row in table.items() if projection in row}
         if len(having) < count:
-            absent = next(index for index in range(count) if index not in set(having))
+            absent = next(index for index in range(count) if index not in having)
             source = f"config.json declares {declared}" if declared == count else f"the highest index is {max(table)}"
             raise FormatValueError(
                 f"layer {key.index}: expert {absent} has no {projection} linear; {len(having)} of {count} experts have "
                 f"one ({source})",
-                file=checkpoint.path,
+                file=path,
                 tensor=key.prefix,
             )
 
 
-def _check_sizes(checkpoint: Checkpoint, key: LayerKey, experts: tuple[dict[Projection, Exl3Linear], ...]) -> None:
-    down = experts[0][Projection.DOWN]
-    hidden, width = down.n, down.k
+def _check_sizes(key: LayerKey, experts: tuple[dict[Projection, Exl3Linear], ...]) -> None:
+    first = experts[0][Projection.DOWN]
     for index, row in enumerate(experts):
-        for projection, linear in row.items():
-            expected = (width, hidden) if projection is Projection.DOWN else (hidden, width)
-            if (linear.k, linear.n) != expected:
-                raise FormatValueError(
-                    f"layer {key.index}: expert {index} {projection} is {linear.k} x {linear.n}, the down linear of "
-                    f"expert 0 ({width} x {hidden}) needs {expected[0]} x {expected[1]}",
-                    file=linear.file,
-                    tensor=linear.name,
-                )
-            if ("bias" in linear.tensors) != ("bias" in experts[0][projection].tensors):
+        down = row[Projection.DOWN]
+        wrong = [linear for linear in row.values() if linear is not down and (linear.k, linear.n) != (down.n, down.k)]
+        if wrong:
+            shapes = ", ".join(f"{word} {row[word].k} x {row[word].n}" for word in Projection if word in row)
+            raise FormatValueError(
+                f"layer {key.index}: the linears of expert {index} disagree: {shapes}; gate and up must be hidden x "
+                "intermediate channels, down intermediate x hidden",
+                file=wrong[0].file,
+                tensor=f"{wrong[0].name}.trellis",
+            )
+        if (down.k, down.n) != (first.k, first.n):
+            raise FormatValueError(
+                f"layer {key.index}: experts 0 and {index} differ in size: down is {first.k} x {first.n} in expert 0 "
+                f"and {down.k} x {down.n} in expert {index}",
+                file=down.file,
+                tensor=f"{down.name}.trellis",
+            )
+
+
+def _check_biases(key: LayerKey, experts: tuple[dict[Projection, Exl3Linear], ...]) -> None:
+    for projection, first in experts[0].items():
+        for index, row in enumerate(experts):
+            if ("bias" in row[projection].tensors) != ("bias" in first.tensors):
                 raise FormatValueError(
                     f"layer {key.index}: expert {index} {projection} differs from expert 0 in having a bias",
-                    file=linear.file,
-                    tensor=linear.name,
+                    file=row[projection].file,
+                    tensor=f"{row[projection].name}.bias",
                 )
-
-
-def try_describe(name: str, tensors: dict[str, FileArray]) -> Exl3Linear | FormatError:
-    """Describe a linear, or give the error that refuses it: for reports that go on."""
-    try:
-        return describe_linear(name, tensors)
-    except FormatError as error:
-        return error

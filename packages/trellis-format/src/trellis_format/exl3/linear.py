@@ -102,7 +102,7 @@ class Exl3Linear:
         marker = self.codebook.marker
         if marker is None:
             return
-        found, expected = int(self.tensors[marker].read()) & 0xFFFFFFFF, self.codebook.multiplier
+        found, expected = int(self.tensors[marker].read().item()) & 0xFFFFFFFF, self.codebook.multiplier
         if found != expected:
             raise FormatValueError(
                 f"marker of codebook {marker} is 0x{found:08X}, expected 0x{expected:08X}: files with another "
@@ -178,12 +178,14 @@ def _codebook(name: str, tensors: Mapping[str, FileArray], file: str) -> Codeboo
     present = [marker for marker in _MARKERS if marker in tensors]
     if len(present) > 1:
         raise FormatValueError(
-            f"both codebook markers {' and '.join(present)} are present; a linear has at most one", file=file, tensor=name
+            f"both codebook markers {' and '.join(present)} are present; a linear has at most one",
+            file=file,
+            tensor=name,
         )
     if not present:
         return _UNMARKED
     marker = tensors[present[0]]
-    if marker.shape not in ((), (1,)) or marker.entry.dtype not in ("I32", "U32"):
+    if marker.shape != () or marker.entry.dtype not in ("I32", "U32"):
         raise FormatTypeError(
             f"codebook marker must be a scalar int32 or uint32, got {marker.entry.dtype} {list(marker.shape)}",
             file=marker.file,
@@ -202,7 +204,9 @@ def _check_vector(
     elif packed in tensors:
         _check_tensor(name, packed, tensors[packed], ("I16",), (channels // _SIGN_WORD,))
     else:
-        raise FormatValueError(f"{plain} is missing: a linear needs {plain} of {channels} values", file=file, tensor=name)
+        raise FormatValueError(
+            f"{plain} is missing: a linear needs {plain} of {channels} values", file=file, tensor=f"{name}.{plain}"
+        )
 
 
 _DTYPE_NAMES: dict[str, Any] = {"F16": "float16", "F32": "float32", "I16": "int16"}

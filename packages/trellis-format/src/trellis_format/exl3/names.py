@@ -32,6 +32,7 @@ DEFAULT_PATTERN = (
 
 _RANK_SLICED = re.compile(r"\.experts\.\d+\.\w+\.rank(\d+)(?:\.|$)")
 _MAX_DIGITS = 9  # an index of more digits is not an expert or a layer
+_MAX_NAME = 1024  # characters; a longer name is not an expert's, and matching one may take quadratic time
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def match_expert(name: str, pattern: re.Pattern[str]) -> ExpertName | None:
         FormatUnsupportedError: if the name is of the rank-sliced dialect.
         FormatValueError: if a user's pattern matches a projection word that is not known.
     """
+    if len(name) > _MAX_NAME:
+        return None
     sliced = _RANK_SLICED.search(name)
     if sliced:
         raise FormatUnsupportedError(
@@ -87,5 +90,6 @@ def match_expert(name: str, pattern: re.Pattern[str]) -> ExpertName | None:
         raise FormatValueError(
             f"projection {word!r} is not known; known: {', '.join((*PROJECTION_NAMES, *Projection))}", tensor=name
         )
-    prefix = match["prefix"] if "prefix" in pattern.groupindex and match["prefix"] else name[: match.start("expert")].rstrip(".")
+    prefix = match["prefix"] if "prefix" in pattern.groupindex else None
+    prefix = prefix or name[: match.start("expert")].rstrip(".")
     return ExpertName(prefix, int(layer), int(expert), projection)

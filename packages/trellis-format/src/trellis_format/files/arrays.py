@@ -131,7 +131,8 @@ class ShardReader:
             try:
                 count = os.preadv(descriptor, [out[done:]], offset + done)
             except OSError as error:
-                raise self._refuse(f"cannot be read at byte {offset + done}: {error.strerror or error}", tensor) from error
+                where = f"cannot be read at byte {offset + done}"
+                raise self._refuse(f"{where}: {error.strerror or error}", tensor) from error
             if count == 0:
                 raise self._refuse(f"truncated: {len(out)} bytes wanted at byte {offset}, {done} read", tensor)
             done += count
@@ -167,17 +168,18 @@ class ShardReader:
 class FileArray(ArrayView):
     """A tensor of a shard, read by position.
 
-    Raises:
-        FormatTypeError: if numpy has no dtype for the tensor's.
+    A tensor whose dtype numpy lacks, such as bfloat16, can be described but not read; `dtype` is then void.
     """
 
     def __init__(self, reader: ShardReader, entry: TensorEntry) -> None:
-        if entry.dtype not in _NUMPY_DTYPES:
-            raise FormatTypeError(f"dtype {entry.dtype} has no numpy type", file=reader.header.path, tensor=entry.name)
         self.entry = entry
         self.shape = entry.shape
-        self.dtype = np.dtype(_NUMPY_DTYPES[entry.dtype])
+        self.dtype = np.dtype(_NUMPY_DTYPES.get(entry.dtype, "V1"))
         self._reader = reader
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
 
     @property
     def file(self) -> str:
@@ -185,13 +187,24 @@ class FileArray(ArrayView):
         return str(self._reader.header.path)
 
     def read(self) -> npt.NDArray[Any]:
-        """The whole tensor, freshly read."""
+        """The whole tensor, freshly read.
+
+        Raises:
+            FormatTypeError: if numpy has no dtype for the tensor's.
+            FormatValueError: if the file changed or is short.
+        """
+        self._check_dtype()
         flat = np.empty(self.nbytes, dtype=np.uint8)
         self._reader.read_into(self.entry.begin, memoryview(flat), self.entry.name)
         return flat.view(self.dtype).reshape(self.shape)
 
     def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
-        """Read a box into a buffer, one positional read per contiguous run; see `ArrayView.read_box`."""
+        """Read a box into a buffer, one positional read per contiguous run; see `ArrayView.read_box`.
+
+        Raises:
+            FormatTypeError: if numpy has no dtype for the tensor's.
+        """
+        self._check_dtype()
         self._check_out(box, out)
         if not out.size:
             return
@@ -199,6 +212,14 @@ class FileArray(ArrayView):
         for offset, length in self._runs(box):
             self._reader.read_into(self.entry.begin + offset, target[done : done + length], self.entry.name)
             done += length
+
+    def _check_dtype(self) -> None:
+        if self.entry.dtype not in _NUMPY_DTYPES:
+            raise FormatTypeError(
+                f"dtype {self.entry.dtype} has no numpy type; it can be described, not read",
+                file=self.file,
+                tensor=self.entry.name,
+            )
 
     def _runs(self, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
         """(byte offset, bytes) of each contiguous run of a box, in row-major order."""

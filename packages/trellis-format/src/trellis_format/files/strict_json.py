@@ -6,10 +6,13 @@ It must not know what the JSON means.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trellis_format.errors import FormatNotFoundError, FormatValueError
 
@@ -19,10 +22,16 @@ MAX_JSON_BYTES = 256 << 20
 """Largest JSON file that is read, in bytes; the largest published index is under 20 MiB."""
 MAX_JSON_DEPTH = 64
 """Deepest nesting that is parsed."""
-MAX_INTEGER_DIGITS = 20
-"""Longest integer that is parsed: 64 bits and a sign."""
+MAX_JSON_VALUES = 16_000_000
+"""Most values that are parsed, counted as commas and brackets, strings included: each may cost a Python object."""
+MAX_NUMBER_CHARACTERS = 64
+"""Longest number that is parsed."""
 
-_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# Possessive, and with an optional end, so that no input makes the scan go back.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # one level down, one level up, as int8
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -62,16 +71,18 @@ def parse_json(data: bytes, *, file: str | os.PathLike[str] | None = None) -> An
         file: named in errors.
 
     Raises:
-        FormatValueError: if the bytes are not UTF-8 JSON, nest deeper than `MAX_JSON_DEPTH`, repeat a key in one
-            object, or hold a NaN, an infinity or an integer beyond 64 bits.
+        FormatValueError: if the bytes are not UTF-8 JSON, nest deeper than `MAX_JSON_DEPTH`, hold more than
+            `MAX_JSON_VALUES`, repeat a key in one object, or hold a NaN, an infinity, an integer beyond 64 bits or
+            half of a surrogate pair, which no text file can hold.
     """
-    _check_depth(data, file)
+    _check_size(data, file)
     try:
-        return json.loads(
+        value = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=lambda pairs: _unique(pairs, file),
             parse_constant=lambda text: _refuse_constant(text, file),
             parse_int=lambda text: _bounded_int(text, file),
+            parse_float=lambda text: _bounded_float(text, file),
         )
     except UnicodeDecodeError as error:
         raise FormatValueError(f"not UTF-8 at byte {error.start}", file=file) from error
@@ -79,20 +90,30 @@ def parse_json(data: bytes, *, file: str | os.PathLike[str] | None = None) -> An
         raise FormatValueError(f"not JSON: {error.msg} at byte {error.pos}", file=file) from error
     except RecursionError as error:
         raise FormatValueError(f"JSON nests deeper than {MAX_JSON_DEPTH}", file=file) from error
+    if _SURROGATE.search(data) and not _is_text(value):
+        raise FormatValueError("a string holds half of a surrogate pair, which is not text", file=file)
+    return value
 
 
-def _check_depth(data: bytes, file: str | os.PathLike[str] | None) -> None:
-    if data.count(b"{") + data.count(b"[") <= MAX_JSON_DEPTH:
+def _check_size(data: bytes, file: str | os.PathLike[str] | None) -> None:
+    opening = data.count(b"{") + data.count(b"[")
+    values = opening + data.count(b",")
+    if values > MAX_JSON_VALUES:
+        raise FormatValueError(f"JSON of up to {values} values exceeds the bound of {MAX_JSON_VALUES}", file=file)
+    if opening <= MAX_JSON_DEPTH:
         return
-    depth = 0
-    for match in _STRUCTURE.finditer(data):
-        token = match.group()
-        if token in (b"{", b"["):
-            depth += 1
-            if depth > MAX_JSON_DEPTH:
-                raise FormatValueError(f"JSON nests deeper than {MAX_JSON_DEPTH} at byte {match.start()}", file=file)
-        elif token in (b"}", b"]"):
-            depth -= 1
+    steps = np.frombuffer(_STRING.sub(b"", data).translate(_STEPS, _NOT_BRACKETS), dtype=np.int8)
+    depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+    if depth > MAX_JSON_DEPTH:
+        raise FormatValueError(f"JSON nests {depth} deep, at most {MAX_JSON_DEPTH} is read", file=file)
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_text(part) for pair in value.items() for part in pair)
+    if isinstance(value, list):
+        return all(map(_is_text, value))
+    return not isinstance(value, str) or not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _unique(pairs: list[tuple[str, Any]], file: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -109,6 +130,12 @@ def _refuse_constant(text: str, file: str | os.PathLike[str] | None) -> Any:
 
 
 def _bounded_int(text: str, file: str | os.PathLike[str] | None) -> int:
-    if len(text) > MAX_INTEGER_DIGITS:
-        raise FormatValueError(f"integer of {len(text)} digits; at most {MAX_INTEGER_DIGITS}", file=file)
-    return int(text)
+    if len(text) > MAX_NUMBER_CHARACTERS or not -(1 << 63) <= (number := int(text)) < 1 << 64:
+        raise FormatValueError(f"integer {text[:MAX_NUMBER_CHARACTERS]} is beyond 64 bits", file=file)
+    return number
+
+
+def _bounded_float(text: str, file: str | os.PathLike[str] | None) -> float:
+    if len(text) > MAX_NUMBER_CHARACTERS or math.isinf(number := float(text)):
+        raise FormatValueError(f"number {text[:MAX_NUMBER_CHARACTERS]} is beyond float64", file=file)
+    return number

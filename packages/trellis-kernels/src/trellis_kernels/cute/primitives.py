@@ -1,7 +1,7 @@
 """Owns the GPU instructions that CuTe DSL has no operator for, as inline PTX.  It must not know rings or codebooks.
 
-Register functions are pure, so that the compiler may share and move them; memory functions keep their order.  Values are
-`Uint32` registers unless said otherwise, and `int` arguments are immediates of the instruction.
+Register functions are pure, so that the compiler may share and move them; memory functions keep their order.  Values
+are `Uint32` registers unless said otherwise, and `int` arguments are immediates of the instruction.
 """
 
 from __future__ import annotations
@@ -101,16 +101,14 @@ def dot_ones(value: Uint32, addend: int) -> Uint32:
 
 
 def join_low_halves(low: Uint32, high: Uint32) -> Uint32:
-    """`low + (high << 16)`: both low halves in one register, where the upper half of `low` is free for a carry-less add."""
+    """`low + (high << 16)` modulo 2^32: both low halves in one register, the upper one plus the upper half of `low`."""
     return _register_op("mad.lo.u32 $0, $1, 65536, $2;", high, low)
 
 
 def fma_f16x2(value: Uint32, scale_bits: int, bias_bits: int) -> Uint32:
     """fp16 pair `value * scale + bias` with one rounding; both constants are fp16 bit patterns for both halves."""
     scale, bias = (_immediate(bits << 16 | bits) for bits in (scale_bits, bias_bits))
-    return _register_op(
-        f"{{.reg .b32 s, b; mov.b32 s, {scale}; mov.b32 b, {bias}; fma.rn.f16x2 $0, $1, s, b;}}", value
-    )
+    return _register_op(f"{{.reg .b32 s, b; mov.b32 s, {scale}; mov.b32 b, {bias}; fma.rn.f16x2 $0, $1, s, b;}}", value)
 
 
 def f16x2_to_bf16x2(pair: Uint32) -> Uint32:
@@ -156,8 +154,8 @@ def store_global_16_bytes(address: Int64, words: list[Uint32], predicate: Boolea
 def store_matrices_transposed(address: Int32, matrices: list[Uint32]) -> None:
     """Store four 8 x 8 matrices of 16-bit values to shared memory, transposed, by the whole warp.
 
-    Lane L holds elements 2*(L % 4) and 2*(L % 4) + 1 of row L // 4 of each matrix, and gives the address of the 16 bytes
-    that receive column L % 8 of matrix L // 8.  Needs sm_90.
+    Lane L holds elements 2*(L % 4) and 2*(L % 4) + 1 of row L // 4 of each matrix, and gives the address of the 16
+    bytes that receive column L % 8 of matrix L // 8.  Needs sm_90.
     """
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",

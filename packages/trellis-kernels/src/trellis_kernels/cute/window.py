@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from trellis_format.rates import STATE_BITS, TILE_WEIGHTS, Rate
 
-__all__ = ["LANE_WEIGHTS", "LANES", "Cut", "LaneGeometry", "cut_windows", "lane_geometry", "plan_cuts", "shift_count"]
+__all__ = ["LANES", "LANE_WEIGHTS", "Cut", "LaneGeometry", "cut_windows", "lane_geometry", "plan_cuts", "shift_count"]
 
 LANES = 32
 """Lanes of a warp; a warp decodes a tile."""
@@ -104,7 +104,8 @@ def plan_cuts(lags: Sequence[int]) -> tuple[Cut, ...]:
             start = lag // _WORD * _WORD
         else:
             start = next((start for start in starts if lag - start in _SERVED), lag)
-            starts.append(start)
+            if start == lag:
+                starts.append(start)
         cuts[lag] = _cut(start, (lag - start) // _BYTE)
     return tuple(cuts[lag] for lag in lags)
 

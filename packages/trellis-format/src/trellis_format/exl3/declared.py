@@ -1,0 +1,193 @@
+"""Owns what configuration files state about quantisation, and holds tensors to it.  It must not read tensor data.
+
+`config.json` has an object `quantization_config`; `quantization_config.json` is that object again with a table
+`tensor_storage` of modules.  Tensors decide what a file is; a statement that contradicts them is an error, because one
+of the two is then not of this model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trellis_format.checkpoint import CONFIG_NAME, QUANTIZATION_CONFIG_NAME, Checkpoint
+from trellis_format.codebooks import CODEBOOKS, Codebook
+from trellis_format.errors import FormatValueError
+from trellis_format.exl3.linear import Exl3Linear
+from trellis_format.files.arrays import FileArray
+from trellis_format.rates import Rate
+
+__all__ = ["EXL3_METHOD", "DeclaredQuantization", "Statement", "read_declared"]
+
+EXL3_METHOD = "exl3"
+"""Value of `quant_method` in configurations of EXL3 files."""
+_MARKED = {codebook.marker: codebook for codebook in CODEBOOKS.values() if codebook.marker is not None}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One value that a file states, as text.
+
+    Attributes:
+        value: what it says.
+        file: path of the file.
+        field: path of the key in it, with dots.
+    """
+
+    value: str
+    file: str
+    field: str
+
+    def __str__(self) -> str:
+        return f"{self.file} says {self.field} = {self.value!r}"
+
+
+@dataclass(frozen=True)
+class DeclaredQuantization:
+    """What a checkpoint's configuration files state about its quantisation.
+
+    Attributes:
+        methods: statements of `quant_method`.
+        codebooks: statements of `codebook`.
+        storage: `tensor_storage` by module, empty where there is none.
+        storage_file: path of the file with `tensor_storage`, None where there is none.
+    """
+
+    methods: tuple[Statement, ...]
+    codebooks: tuple[Statement, ...]
+    storage: Mapping[str, Any] = field(repr=False)
+    storage_file: str | None
+
+    def check_method(self, example: FileArray | None) -> None:
+        """Accept a stated method that agrees with the tensors.
+
+        Args:
+            example: an EXL3 trellis of the checkpoint, None where it has none.
+
+        Raises:
+            FormatValueError: if a file states another method and there is such a tensor, or states EXL3 and there is
+                none; names the files, the fields and the tensor.
+        """
+        for stated in self.methods:
+            if example is not None and stated.value != EXL3_METHOD:
+                raise FormatValueError(
+                    f"{stated}, but {example.file} holds {example.entry.name}, an EXL3 trellis "
+                    f"({example.entry.dtype} {list(example.shape)}): quant_method must be {EXL3_METHOD!r}",
+                    file=stated.file,
+                    tensor=example.entry.name,
+                )
+            if example is None and stated.value == EXL3_METHOD:
+                raise FormatValueError(
+                    f"{stated}, but no shard holds an EXL3 trellis (3-D int16 with its vectors)", file=stated.file
+                )
+
+    def check_linear(self, linear: Exl3Linear) -> None:
+        """Accept a linear that agrees with what is stated about codebook and rate.
+
+        Raises:
+            FormatValueError: if a statement contradicts it; names both values and both sources.
+        """
+        for stated in self.codebooks:
+            if stated.value != linear.codebook.name:
+                raise FormatValueError(
+                    f"{stated}, {_found(linear.codebook)}", file=linear.file, tensor=f"{linear.name}.trellis"
+                )
+        entry = self.storage.get(linear.name)
+        if entry is None or self.storage_file is None:
+            return
+        where = f"tensor_storage[{linear.name!r}]"
+        if not isinstance(entry, dict):
+            raise FormatValueError(f"{where} must be an object", file=self.storage_file)
+        self._check_rate(linear, entry, where)
+        self._check_multiplier(linear, entry, where)
+
+    def _check_rate(self, linear: Exl3Linear, entry: dict[str, Any], where: str) -> None:
+        stated = entry.get("bits_per_weight")
+        if stated is None:
+            return
+        if isinstance(stated, bool) or not isinstance(stated, int | float) or stated * 2 != linear.rate.half_bits:
+            raise FormatValueError(
+                f"{Statement(str(stated), str(self.storage_file), f'{where}.bits_per_weight')}, the trellis is "
+                f"{linear.rate.tile_words16} words wide, which is K = {linear.rate}",
+                file=linear.file,
+                tensor=f"{linear.name}.trellis",
+            )
+
+    def _check_multiplier(self, linear: Exl3Linear, entry: dict[str, Any], where: str) -> None:
+        for marker, codebook in _MARKED.items():
+            key = f"{marker}_multiplier"
+            stated = entry.get(key)
+            if stated is None:
+                continue
+            text = f"0x{stated & 0xFFFFFFFF:08X}" if isinstance(stated, int) else str(stated)
+            statement = Statement(text, str(self.storage_file), f"{where}.{key}")
+            if codebook is not linear.codebook:
+                raise FormatValueError(
+                    f"{statement}, {_found(linear.codebook)}", file=linear.file, tensor=f"{linear.name}.trellis"
+                )
+            if text != f"0x{codebook.multiplier:08X}":
+                raise FormatValueError(
+                    f"{statement}, codebook {codebook.name} has 0x{codebook.multiplier:08X}: files with another "
+                    "multiplier are refused, since their codes have another meaning",
+                    file=linear.file,
+                    tensor=f"{linear.name}.{marker}",
+                )
+
+    def stated_rate(self, module: str) -> Rate | None:
+        """K of a module according to `tensor_storage`, None where it does not say or is not legal."""
+        entry = self.storage.get(module)
+        try:
+            return Rate.of(entry["bits_per_weight"]) if isinstance(entry, dict) else None
+        except (KeyError, FormatValueError):
+            return None
+
+
+def read_declared(checkpoint: Checkpoint) -> DeclaredQuantization:
+    """Collect what the configuration files state.
+
+    Args:
+        checkpoint: an opened checkpoint.
+
+    Raises:
+        FormatValueError: if a key that concerns quantisation has the wrong type; names file and key.
+    """
+    methods: list[Statement] = []
+    codebooks: list[Statement] = []
+    storage: Mapping[str, Any] = {}
+    storage_file = None
+    for name, value, path in _objects(checkpoint):
+        file = str(checkpoint.path / name)
+        if not isinstance(value, dict):
+            raise FormatValueError(f"{path or 'the file'} must be an object, got {type(value).__name__}", file=file)
+        for key, found in (("quant_method", methods), ("codebook", codebooks)):
+            stated = value.get(key)
+            where = f"{path}.{key}" if path else key
+            if stated is None:
+                continue
+            if not isinstance(stated, str):
+                raise FormatValueError(f"{where} must be a string, got {type(stated).__name__}", file=file)
+            found.append(Statement(stated, file, where))
+        if "tensor_storage" in value and name == QUANTIZATION_CONFIG_NAME:
+            storage, storage_file = value["tensor_storage"], file
+            if not isinstance(storage, dict):
+                raise FormatValueError(f"tensor_storage must be an object, got {type(storage).__name__}", file=file)
+    return DeclaredQuantization(tuple(methods), tuple(codebooks), storage, storage_file)
+
+
+def _objects(checkpoint: Checkpoint) -> list[tuple[str, Any, str]]:
+    """(file name, object, path of the object in it) of every object that speaks about quantisation."""
+    found: list[tuple[str, Any, str]] = []
+    config = checkpoint.config or {}
+    for path, holder in (("", config), ("text_config.", config.get("text_config"))):
+        if isinstance(holder, dict) and holder.get("quantization_config") is not None:
+            found.append((CONFIG_NAME, holder["quantization_config"], f"{path}quantization_config"))
+    if checkpoint.quantization_config is not None:
+        found.append((QUANTIZATION_CONFIG_NAME, checkpoint.quantization_config, ""))
+    return found
+
+
+def _found(codebook: Codebook) -> str:
+    if codebook.marker is None:
+        return f"expected one of {', '.join(map(str, _MARKED))}; found none, so {codebook.name}"
+    return f"the marker tensor {codebook.marker} says {codebook.name}"

@@ -1,0 +1,126 @@
+"""Owns the compilation of kernels from their keys, and the process's table of compiled ones.
+
+It must not know any kernel: a key names the module that builds it.  Compiling needs no GPU and launches nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterable
+from threading import RLock
+from typing import Any
+
+import torch
+
+from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.keys import KernelKey
+from trellis_kernels.errors import ColdKernelError, KernelUnsupportedError
+
+__all__ = ["build_cubin", "compile_kernel", "freeze", "is_frozen", "precompile", "ready", "thaw"]
+
+Kernel = Callable[..., Any]
+
+_lock = RLock()
+_compiled: dict[KernelKey, Kernel] = {}
+_ready: dict[KernelKey, Kernel] = {}  # those whose binary is also on the devices
+_frozen = False
+
+
+def compile_kernel(key: KernelKey) -> Kernel:
+    """The compiled kernel of a key, compiled on the first call with an equal key; touches no device.
+
+    Raises:
+        KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
+    """
+    with _lock:
+        if key not in _compiled:
+            _compiled[key] = _build(key)
+        return _compiled[key]
+
+
+def precompile(keys: Iterable[KernelKey]) -> None:
+    """Make kernels ready to launch: compile each, and put those of this process's device on it.
+
+    Args:
+        keys: what to compile; keys of other architectures are compiled and no more.
+
+    Raises:
+        KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
+    """
+    for key in keys:
+        if torch.cuda.is_available() and arch_of_device(torch.cuda.current_device()).name == key.arch:
+            _load(key)
+        else:
+            compile_kernel(key)
+
+
+def freeze() -> None:
+    """Forbid compilation by launches from here on: a launch whose kernel is not ready raises ColdKernelError."""
+    global _frozen
+    _frozen = True
+
+
+def thaw() -> None:
+    """Undo `freeze`."""
+    global _frozen
+    _frozen = False
+
+
+def is_frozen() -> bool:
+    """Whether launches may not compile."""
+    return _frozen
+
+
+def ready(key: KernelKey) -> Kernel:
+    """The kernel of a key, ready to launch on the current device; for launch functions.
+
+    Raises:
+        ColdKernelError: if the kernel is not ready and compilation is frozen, or the current stream is being captured.
+        KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
+    """
+    kernel = _ready.get(key)
+    if kernel is not None:
+        return kernel
+    reason = "compilation is frozen" if _frozen else "the stream is being captured" if _capturing() else None
+    if reason:
+        raise ColdKernelError(f"kernel [{key}] is not ready and {reason}; pass {key!r} to precompile() before")
+    return _load(key)
+
+
+def build_cubin(key: KernelKey) -> bytes:
+    """The binary of a key as an ELF image, freshly compiled.
+
+    Raises:
+        KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
+    """
+    with _lock, tempfile.TemporaryDirectory() as folder:
+        cubin = _build(key, f"--keep-cubin --dump-dir {folder}").artifacts.CUBIN
+    if not isinstance(cubin, bytes):  # the DSL leaves the path here when it wrote nothing
+        raise KernelUnsupportedError(f"the DSL kept no binary for [{key}]: got {cubin!r}")
+    return cubin
+
+
+def _build(key: KernelKey, extra_options: str = "") -> Any:
+    try:
+        module = importlib.import_module(key.module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("cutlass", "cuda"):
+            raise
+        raise KernelUnsupportedError(
+            f"kernel [{key}] needs nvidia-cutlass-dsl, which has wheels for Linux only; module {error.name} is missing"
+        ) from error
+    return module.build(key, f"--gpu-arch {key.arch} {extra_options}".strip())
+
+
+def _load(key: KernelKey) -> Kernel:
+    with _lock:
+        if key not in _ready:
+            kernel: Any = compile_kernel(key)
+            kernel.to(None)  # loads the binary, so that a first launch under capture has nothing left to load
+            _ready[key] = kernel
+        return _ready[key]
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

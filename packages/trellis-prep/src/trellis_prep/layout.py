@@ -1,0 +1,143 @@
+"""Owns where every byte of a rank's share lies on the device, computed from the source alone.  It must not move bytes.
+
+Codes are one array of 32-bit words, projection-major, then expert-major: all gates, all ups, all downs.  Each linear
+keeps its stored tile order, `[k_tiles, n_tiles, 8*K]` words, and begins on a 16-byte boundary because a tile has a
+multiple of 16 bytes at every rate.  Offsets are 64-bit, since a bank may exceed 2 GiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trellis_format.extent import TrellisExtent
+from trellis_format.rates import TILE
+from trellis_format.source import Projection, TrellisSource
+from trellis_prep.errors import PrepValueError
+
+__all__ = ["LAYOUT_VERSION", "PreparedLayout", "plan_layout"]
+
+LAYOUT_VERSION = 1
+"""Version of the device layout; bumped with any change of meaning."""
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLayout:
+    """Places and sizes of prepared codes and tables.
+
+    Attributes:
+        source: the layer.
+        extent: the share of the intermediate axis.
+        offsets: `[experts, projections] int64`, first 32-bit word of each linear.
+        half_bits: `[experts, projections] int64`, 2K of each linear.
+        code_words: 32-bit words of all codes.
+        table_bytes: bytes of scales, biases and descriptors, by name.
+    """
+
+    source: TrellisSource
+    extent: TrellisExtent
+    offsets: npt.NDArray[np.int64]
+    half_bits: npt.NDArray[np.int64]
+    code_words: int
+    table_bytes: dict[str, int]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of all codes."""
+        return self.code_words * WORD_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of codes and tables."""
+        return self.code_bytes + sum(self.table_bytes.values())
+
+    @property
+    def holds_down_bias(self) -> bool:
+        """Whether this share adds the down bias: the one that begins at channel 0, so that the sum has it once."""
+        return self.extent.first_channel == 0 and self.extent.width > 0
+
+    def matrix(self, projection: int) -> tuple[int, int]:
+        """(k, n) of the rank's share of a linear, in channels; `projection` is an index."""
+        return local_matrix(self.source, self.extent, projection)
+
+    def linear_words(self, expert: int, projection: int) -> int:
+        """32-bit words of the rank's share of one linear."""
+        k, n = self.matrix(projection)
+        return k * n // TILE**2 * int(self.half_bits[expert, projection]) * TILE // WORD_BYTES
+
+
+def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> PreparedLayout:
+    """Place a rank's share.
+
+    Args:
+        source: the layer.
+        extent: the share of the intermediate axis (default: all that the source covers).
+
+    Raises:
+        PrepValueError: if the extent is of another axis or outside the source's.
+        FormatValueError: if the extent cuts a Hadamard block.
+    """
+    share = extent or source.extent
+    check_inside(share, source.extent)
+    experts, projections = source.geometry.num_experts, len(source.geometry.projections)
+    half_bits = np.array(
+        [[source.rates.rate(expert, index).half_bits for index in range(projections)] for expert in range(experts)],
+        dtype=np.int64,
+    )
+    tiles = np.array(
+        [k * n // TILE**2 for k, n in (local_matrix(source, share, index) for index in range(projections))]
+    )
+    words = half_bits * tiles * (TILE // WORD_BYTES)
+    flat = np.ascontiguousarray(words.T).reshape(-1)
+    starts = np.concatenate(([0], np.cumsum(flat)))
+    offsets = np.ascontiguousarray(starts[:-1].reshape(projections, experts).T)
+    return PreparedLayout(source, share, offsets, half_bits, int(starts[-1]), _table_bytes(source, share))
+
+
+def local_matrix(source: TrellisSource, extent: TrellisExtent, projection: int) -> tuple[int, int]:
+    """(k, n) of the share of a linear, in channels; `projection` is an index."""
+    hidden = source.geometry.padded_hidden_size
+    down = source.geometry.projections[projection] is Projection.DOWN
+    return (extent.width, hidden) if down else (hidden, extent.width)
+
+
+def check_inside(extent: TrellisExtent, whole: TrellisExtent) -> None:
+    """Accept a share of what the weights cover, cut at Hadamard blocks.
+
+    Raises:
+        PrepValueError: if it is of another axis or reaches outside.
+        FormatValueError: if it cuts a Hadamard block.
+    """
+    if extent.global_intermediate_size != whole.global_intermediate_size:
+        raise PrepValueError(
+            f"extent is of an axis of {extent.global_intermediate_size} channels, the weights of one of "
+            f"{whole.global_intermediate_size}"
+        )
+    if extent.first_slot < whole.first_slot or extent.end_channel > whole.end_channel:
+        raise PrepValueError(
+            f"extent of channels {extent.first_channel}..{extent.end_channel} is outside the weights' "
+            f"{whole.first_channel}..{whole.end_channel}"
+        )
+    extent.check_blocks()
+
+
+def _table_bytes(source: TrellisSource, extent: TrellisExtent) -> dict[str, int]:
+    geometry = source.geometry
+    experts, projections, hidden = geometry.num_experts, len(geometry.projections), geometry.padded_hidden_size
+    inputs = 1 if source.joint_input_scales else projections - 1
+    half = 2
+    tables = {
+        "input_scales": (1 if source.shared_input_scales else experts) * inputs * hidden * half,
+        "intermediate_scales": experts * projections * extent.width * half,
+        "output_scales": (1 if source.shared_output_scales else experts) * hidden * half,
+        "descriptors": experts * projections * 2 * 8,
+    }
+    for projection in source.biased:
+        if projection is not Projection.DOWN:
+            tables[f"bias.{projection}"] = experts * extent.width * half
+        elif extent.first_channel == 0 and extent.width:
+            tables[f"bias.{projection}"] = experts * hidden * half
+    return tables

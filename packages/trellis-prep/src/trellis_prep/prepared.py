@@ -1,0 +1,70 @@
+"""Owns prepared experts: device tensors in final layout and the tables that kernels read.  It must not move bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trellis_format.extent import TrellisExtent
+from trellis_format.rates import Rate
+from trellis_format.source import Projection, TrellisSource
+from trellis_prep.layout import PreparedLayout
+
+__all__ = ["PreparedExperts"]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedExperts:
+    """One rank's share of a layer on its device.  Owns its storage.
+
+    Attributes:
+        layout: where the codes lie.
+        codes: `[words] int32`, every linear at its offset.
+        descriptors: `[experts, projections, 2] int64`: offset in 32-bit words, 2K.
+        input_scales: `[experts or 1, fc1 or 1, hidden] float16`.
+        intermediate_scales: `[experts, projections, width] float16`: gate svh, up svh, down suh.
+        output_scales: `[experts or 1, hidden] float16`.
+        biases: `{projection: [experts, n] float16}`; the down bias only on the share that begins at channel 0.
+    """
+
+    layout: PreparedLayout
+    codes: torch.Tensor
+    descriptors: torch.Tensor
+    input_scales: torch.Tensor
+    intermediate_scales: torch.Tensor
+    output_scales: torch.Tensor
+    biases: dict[Projection, torch.Tensor]
+
+    @property
+    def source(self) -> TrellisSource:
+        """The layer."""
+        return self.layout.source
+
+    @property
+    def extent(self) -> TrellisExtent:
+        """The share of the intermediate axis."""
+        return self.layout.extent
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.codes, self.descriptors, self.input_scales, self.intermediate_scales, self.output_scales)
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *self.biases.values()))
+
+    def tiles(self, expert: int, projection: int) -> tuple[torch.Tensor, Rate]:
+        """One linear's codes and rate.
+
+        Returns:
+            A view `[k_tiles, n_tiles, 16*K] int16`, and K; both arguments are indices.
+        """
+        rate = Rate(int(self.layout.half_bits[expert, projection]))
+        k, n = self.layout.matrix(projection)
+        first = int(self.layout.offsets[expert, projection])
+        words = self.codes[first : first + self.layout.linear_words(expert, projection)]
+        return words.view(torch.int16).view(k // 16, n // 16, rate.tile_words16), rate

@@ -1,0 +1,196 @@
+"""Owns a warp in numpy, which runs the plain-Python helpers of a kernel lane by lane where there is no GPU.
+
+It stands in for `trellis_kernels.cute.primitives`, and checks what hardware would punish: misaligned and out-of-bounds
+accesses, bank conflicts in shared memory, and stores that leave a 32-byte sector half written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+Lanes = npt.NDArray[np.uint32]
+Addresses = npt.NDArray[np.int64]
+
+CODES_BASE = 1 << 33  # beyond 32 bits, so that a truncated address is out of bounds
+OUT_BASE = 1 << 40
+SHARED_BASE = 1 << 10
+SECTOR = 32
+BANKS = 32
+
+
+def u32(value: object) -> Lanes:
+    """Integers of any kind modulo 2^32."""
+    return (np.asarray(value).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
+
+
+class NumpyWarp:
+    """32 lanes over one buffer of codes, one of output, and one of shared memory, each of bytes."""
+
+    def __init__(self, codes: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], shared_bytes: int) -> None:
+        self.codes, self.out = codes, out
+        self.shared = np.full(shared_bytes, 0xA5, np.uint8)
+        self.lane = np.arange(32, dtype=np.int64)
+
+    # registers
+    def funnel_right(self, low: Lanes, high: Lanes | None, shift: int | Lanes) -> Lanes:
+        wide = low.astype(np.uint64)
+        if high is not None:
+            wide |= high.astype(np.uint64) << np.uint64(32)
+        return (wide >> np.asarray(shift).astype(np.uint64)).astype(np.uint32)
+
+    def permute_bytes(self, low: Lanes, high: Lanes, selector: int) -> Lanes:
+        source = np.stack([low, high], axis=-1).astype("<u4").view(np.uint8)
+        chosen = [source[..., selector >> 4 * nibble & 7] for nibble in range(4)]
+        return np.stack(chosen, axis=-1).copy().view("<u4")[..., 0]
+
+    def multiply_add(self, value: Lanes, factor: int, addend: int) -> Lanes:
+        return value * np.uint32(factor & 0xFFFFFFFF) + np.uint32(addend)
+
+    def and_xor(self, value: Lanes, mask: int, flips: int) -> Lanes:
+        return value & np.uint32(mask) ^ np.uint32(flips)
+
+    def add_halves(self, first: Lanes, second: Lanes) -> Lanes:
+        sums = [halves(value)[..., 0] + halves(value)[..., 1] for value in (first, second)]
+        return np.stack(sums, axis=-1).view(np.uint32)[..., 0]
+
+    def dot_ones(self, value: Lanes, addend: int) -> Lanes:
+        return value.view(np.uint8).reshape(-1, 4).sum(axis=1).astype(np.uint32) + np.uint32(addend)
+
+    def join_low_halves(self, low: Lanes, high: Lanes) -> Lanes:
+        return low + (high << np.uint32(16))
+
+    def fma_f16x2(self, value: Lanes, scale_bits: int, bias_bits: int) -> Lanes:
+        scale, bias = (
+            np.array(bits, np.uint16).view(np.float16).astype(np.float64) for bits in (scale_bits, bias_bits)
+        )
+        return (halves(value).astype(np.float64) * scale + bias).astype(np.float16).view(np.uint32)[..., 0]
+
+    def f16x2_to_bf16x2(self, pair: Lanes) -> Lanes:
+        rounded = torch.from_numpy(halves(pair)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint32)[..., 0]
+
+    def f16x2_to_f32(self, pair: Lanes) -> list[Lanes]:
+        return list(np.ascontiguousarray(halves(pair).astype(np.float32).view(np.uint32).T))
+
+    # memory
+    def load_global_word(self, address: Addresses) -> Lanes:
+        check_aligned(address, 4)
+        return gather(self.codes, address - CODES_BASE, 1)[:, 0]
+
+    def load_shared(self, address: Addresses, words: int) -> list[Lanes]:
+        check_aligned(address, 4 * words)
+        lanes_at_once = BANKS // words
+        for start in range(0, 32, lanes_at_once):
+            check_banks(address[start : start + lanes_at_once], words)
+        return list(gather(self.shared, address - SHARED_BASE, words).T)
+
+    def store_global_16_bytes(self, address: Addresses, words: list[Lanes], predicate: npt.NDArray[np.bool_]) -> None:
+        check_aligned(address, 16)
+        used = np.broadcast_to(predicate, address.shape)
+        offsets = address[used] - OUT_BASE
+        sectors, counts = np.unique(offsets // SECTOR, return_counts=True)
+        assert np.all(counts == SECTOR // 16), f"sectors {sectors[counts != 2]} are half written"
+        scatter(self.out, offsets, np.stack(words, axis=1)[used])
+
+    def store_matrices_transposed(self, address: Addresses, matrices: list[Lanes]) -> None:
+        check_aligned(address, 16)
+        for index, matrix in enumerate(matrices):
+            rows = address[8 * index : 8 * index + 8]
+            check_banks(rows, 4)
+            scatter(self.shared, rows - SHARED_BASE, transposed(matrix))
+
+    def store_transposed_by_shuffle(self, address: Addresses, matrix: Lanes) -> None:
+        check_aligned(address, 4)
+        check_banks(address, 1)
+        scatter(self.shared, address - SHARED_BASE, transposed(matrix).reshape(32, 1))
+
+    def sync_warp(self) -> None:
+        """Nothing: the lanes here run in step."""
+
+
+def halves(value: Lanes) -> npt.NDArray[np.float16]:
+    """`[lanes] uint32` to the two fp16 values of each, low half first."""
+    return np.ascontiguousarray(value).view(np.float16).reshape(-1, 2)
+
+
+def transposed(matrix: Lanes) -> Lanes:
+    """The fragment of an 8 x 8 matrix of 16-bit values to the four words of each of its columns."""
+    return np.ascontiguousarray(np.ascontiguousarray(matrix).view(np.uint16).reshape(8, 8).T).view(np.uint32)
+
+
+def gather(memory: npt.NDArray[np.uint8], offsets: Addresses, words: int) -> Lanes:
+    """`[lanes, words] uint32` at byte offsets."""
+    index = offsets[:, None] + np.arange(4 * words)
+    assert index.min() >= 0
+    assert index.max() < memory.size
+    return memory[index].view("<u4")
+
+
+def scatter(memory: npt.NDArray[np.uint8], offsets: Addresses, words: Lanes) -> None:
+    """Write `[lanes, words] uint32` at byte offsets; no byte twice."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    index = offsets[:, None] + np.arange(data.shape[1])
+    assert index.size == np.unique(index).size
+    if index.size:
+        assert index.min() >= 0
+        assert index.max() < memory.size
+    memory[index] = data
+
+
+def check_aligned(address: Addresses, unit: int) -> None:
+    assert np.all(address % unit == 0), f"{address} not a multiple of {unit}"
+
+
+def check_banks(address: Addresses, words: int) -> None:
+    """Lanes that access shared memory at once use each bank once."""
+    banks = (address[:, None] // 4 + np.arange(words)) % BANKS
+    assert np.unique(banks).size == banks.size, f"bank conflict at {address}"
+
+
+@pytest.fixture
+def numpy_warp() -> NumpyWarp:
+    """Register functions in numpy, for arrays of any length."""
+    nothing = np.zeros(0, np.uint8)
+    return NumpyWarp(nothing, nothing, 0)
+
+
+@pytest.fixture
+def run_decode(monkeypatch: pytest.MonkeyPatch):
+    """The decode kernel's strips in numpy: `(codes, rate, codebook, out dtype, has_stmatrix)` to the output's bytes."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from trellis_kernels.cute import codebooks, decode
+    from trellis_kernels.cute.keys import VALUE_BYTES
+
+    def run(codes, rate, codebook, out_dtype, has_stmatrix):
+        k_tiles, n_tiles, _ = codes.shape
+        row_bytes = 256 * n_tiles * VALUE_BYTES[out_dtype]
+        out = np.full(k_tiles * row_bytes, 0xA5, np.uint8)
+        warp = NumpyWarp(np.ascontiguousarray(codes).view(np.uint8).reshape(-1), out, 4 * decode._STRIP_BYTES)
+        for module in (decode, codebooks):
+            monkeypatch.setattr(module, "primitives", warp)
+        monkeypatch.setattr(decode, "cutlass", SimpleNamespace(min=np.minimum))
+        for name, convert in (("Int64", np.int64), ("Uint32", u32), ("Boolean", np.asarray)):
+            monkeypatch.setattr(decode, name, convert)
+        for row, first in itertools.product(range(k_tiles), range(0, n_tiles, decode._STRIP)):
+            warp.shared[:] = 0xA5
+            decode._decode_strip(
+                CODES_BASE + row * n_tiles * rate.tile_bytes,
+                OUT_BASE + row * row_bytes,
+                SHARED_BASE + first // decode._STRIP % 4 * decode._STRIP_BYTES,
+                first,
+                n_tiles,
+                warp.lane,
+                rate,
+                codebook,
+                out_dtype,
+                has_stmatrix,
+            )
+        return out
+
+    return run

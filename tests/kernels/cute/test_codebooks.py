@@ -1,0 +1,34 @@
+"""Holds the device side of every codebook to the registry of trellis-format; its values are tested through decode."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trellis_format.codebooks import CODEBOOKS, STATES
+from trellis_format.errors import FormatValueError
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+from trellis_kernels.cute import codebooks
+
+
+def test_every_codebook_has_a_device_side() -> None:
+    assert set(codebooks.DEVICE_CODEBOOKS) == set(CODEBOOKS)
+    assert all(codebooks.get_device_codebook(name).name == name for name in CODEBOOKS)
+
+
+def test_unknown_codebook_is_refused() -> None:
+    with pytest.raises(FormatValueError, match="hyb"):
+        codebooks.get_device_codebook("hyb")
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_all_states_decode_to_the_table(monkeypatch: pytest.MonkeyPatch, numpy_warp, name: str) -> None:
+    monkeypatch.setattr(codebooks, "primitives", numpy_warp)
+    states = np.arange(STATES, dtype=np.uint32) * np.uint32(0x00010001)
+    pairs = codebooks.get_device_codebook(name).decode_pair(states, states[::-1].copy())
+    found = pairs.view(np.uint16).reshape(-1, 2)
+    table = CODEBOOKS[name].table.view(np.uint16)
+    np.testing.assert_array_equal(found[:, 0], table)
+    np.testing.assert_array_equal(found[:, 1], table[::-1])

@@ -1,0 +1,98 @@
+"""Holds the compile command to its exit codes and its two outputs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trellis_kernels import cli
+from trellis_kernels.cute import compiler, report
+from trellis_kernels.cute.keys import DecodeKey
+from trellis_kernels.cute.report import KernelReport, compile_reports
+
+KEY = DecodeKey(arch="sm_90a", codebook="mul1", half_bits=3, out_dtype="float32")
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["compile", "--arch", "sm_90a", *arguments])
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch):
+    """Make every compilation end in a given report."""
+
+    def set_outcome(**fields: object) -> None:
+        monkeypatch.setattr(
+            cli, "compile_reports", lambda keys, jobs: (KernelReport(key, 0.5, **fields) for key in keys)
+        )
+
+    return set_outcome
+
+
+def test_json_has_the_key_and_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    assert run("--match", "mul1 K=1.5 float32", "--jobs", "1", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    (row,) = document["kernels"]
+    assert (document["failed"], document["spilled"]) == (0, 0)
+    key = {name: row[name] for name in ("kernel", "arch", "codebook", "half_bits", "out_dtype")}
+    assert key == {"kernel": "decode", "arch": "sm_90a", "codebook": "mul1", "half_bits": 3, "out_dtype": "float32"}
+    assert 16 < row["registers"] < 64
+    assert (row["stack_bytes"], row["shared_bytes"], row["error"]) == (0, 9216, None)
+
+
+def test_workers_compile_what_one_process_compiles() -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    keys = [DecodeKey("sm_90a", codebook, 8, "float16") for codebook in ("3inst", "mcg", "mul1")]
+
+    def costs(jobs: int) -> dict[DecodeKey, tuple[int, int]]:
+        return {found.key: (found.registers, found.code_bytes) for found in compile_reports(keys, jobs=jobs)}
+
+    assert costs(2) == costs(1)
+    assert costs(1).keys() == set(keys)
+
+
+def test_spill_fails(outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(registers=40, stack_bytes=16)
+    assert run("--match", "K=1.5") == 1
+    assert "3 kernels, 0 failed, 3 spilled" in capsys.readouterr().out
+
+
+def test_failure_is_shown_and_fails(outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(error="RuntimeError: ptxas said no")
+    assert run("--match", "mcg K=4 float16") == 1
+    printed = capsys.readouterr().out
+    assert "decode sm_90a mcg K=4 float16  failed: RuntimeError: ptxas said no" in printed
+    assert "1 kernels, 1 failed, 0 spilled" in printed
+
+
+def test_clean_table_passes(outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(registers=33, shared_bytes=1234)
+    assert run("--match", "mcg K=4 float16") == 0
+    header, row, last = capsys.readouterr().out.splitlines()
+    assert header.split() == ["kernel", "registers", "stack_bytes", "shared_bytes", "code_bytes"]
+    assert row.split() == ["decode", "sm_90a", "mcg", "K=4", "float16", "33", "0", "1234", "0"]
+    assert last == "1 kernels, 0 failed, 0 spilled"
+
+
+def test_an_exception_becomes_the_error_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(key: DecodeKey) -> bytes:
+        raise RuntimeError(f"no {key.codebook} today")
+
+    monkeypatch.setattr(compiler, "build_cubin", fail)
+    found = report.report_kernel(KEY)
+    assert found.error == "RuntimeError: no mul1 today"
+    assert not found.is_good
+
+
+def test_nothing_selected_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--match", "K=9") == 1
+    assert "K=9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--arch", "sm_70"), ("--jobs", "0"), ("--jobs", "x")])
+def test_wrong_arguments_exit_with_2(arguments: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
