@@ -1,10 +1,10 @@
 """Owns the laws that join gate and up between the two GEMMs of an expert.  It must not know precision or devices.
 
-    silu       sigmoid(g) * g * u
-    gelu_tanh  gelu(g) * u, tanh form
-    situ       4 tanh(g / 4) * sigmoid(g) * 25 tanh(u / 25)
-    swigluoai  g' sigmoid(alpha g') * (u' + beta), g' = min(g, limit), u' = clamp(u, -limit, limit)
-    relu2      relu(u)^2, no gate
+silu       sigmoid(g) * g * u
+gelu_tanh  gelu(g) * u, tanh form
+situ       4 tanh(g / 4) * sigmoid(g) * 25 tanh(u / 25)
+swigluoai  g' sigmoid(alpha g') * (u' + beta), g' = min(g, limit), u' = clamp(u, -limit, limit)
+relu2      relu(u)^2, no gate
 """
 
 from __future__ import annotations

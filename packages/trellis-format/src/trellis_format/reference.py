@@ -169,8 +169,6 @@ def _expert_forward(
     return y
 
 
-def _codes(
-    weights: TrellisWeights, expert: int, projection: int, box: tuple[slice, slice]
-) -> npt.NDArray[np.int16]:
+def _codes(weights: TrellisWeights, expert: int, projection: int, box: tuple[slice, slice]) -> npt.NDArray[np.int16]:
     codes: npt.NDArray[np.int16] = weights.code_view(expert, projection).read()
     return codes[box]

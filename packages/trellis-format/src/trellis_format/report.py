@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,9 +32,9 @@ __all__ = [
     "Transforms",
 ]
 
-SCHEMA = "trellis-format/inspect"
+SCHEMA: Final = "trellis-format/inspect"
 """Name of the schema."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 """Version of the schema."""
 
 

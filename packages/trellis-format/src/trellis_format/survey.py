@@ -16,10 +16,18 @@ from trellis_format.files.arrays import FileArray
 from trellis_format.rates import ALL_RATES
 from trellis_format.report import BytesByClass, Skipped
 
-__all__ = ["SkipReason", "TensorClass", "class_of", "count_bytes", "flat_trellis_reason", "group_skipped", "skip_reason"]
+__all__ = [
+    "SkipReason",
+    "TensorClass",
+    "class_of",
+    "count_bytes",
+    "flat_trellis_reason",
+    "group_skipped",
+    "skip_reason",
+]
 
 _SHARED = re.compile(r"(^|\.)shared_experts?(\.|$)")
-_ROUTED = re.compile(r"(^|\.)experts(\.|$)")
+_ROUTED = re.compile(r"(^|\.)experts\.(\d+(\.|$)|\w+_proj|w[123](\.|$))")
 _HEAD = re.compile(r"([\w-]+\.){0,2}(lm_head|head|output)")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|embed_in|embed|embeddings|word_embeddings|tok_embeddings|wte)")
 _RANK_SLICED = re.compile(r"\.rank\d+(\.|$)")

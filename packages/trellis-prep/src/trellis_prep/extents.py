@@ -32,8 +32,8 @@ def even_extents(intermediate_size: int, world_size: int) -> tuple[TrellisExtent
     blocks = intermediate_size // BLOCK
     if not 1 <= world_size <= blocks:
         raise PrepValueError(
-            f"{world_size} ranks cannot share {intermediate_size} channels: a rank needs at least one block of {BLOCK}, "
-            f"so the world size must be 1 to {blocks}"
+            f"{world_size} ranks cannot share {intermediate_size} channels: a rank needs at least one block of "
+            f"{BLOCK}, so the world size must be 1 to {blocks}"
         )
     share, remainder = divmod(blocks, world_size)
     extents, first = [], 0

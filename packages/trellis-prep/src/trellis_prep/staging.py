@@ -120,7 +120,8 @@ class StagingRing:
 
     def __init__(self, slots: int, slot_bytes: int, *, device: torch.device, poison: bool = False) -> None:
         self._slots = [_Slot(slot_bytes, device.type == "cuda") for _ in range(slots)]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]  # torch's own
         self._poison = poison
         self._turn = 0
 
@@ -147,7 +148,7 @@ class StagingRing:
             slot.lent = False
             self._turn = (self._turn + 1) % len(self._slots)
             if self._stream is not None:
-                slot.copied = torch.cuda.Event()
+                slot.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
                 slot.copied.record(self._stream)
             elif self._poison:
                 slot.array.fill(POISON_BYTE)

@@ -17,7 +17,7 @@ from trellis_format.extent import BLOCK, TrellisExtent
 from trellis_format.rate_table import RateTable
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource, TrellisWeights
 
-__all__ = ["layer_geometry", "trellis_from_exl3"]
+__all__ = ["layer_geometry", "single_codebook", "trellis_from_exl3"]
 
 _Half = npt.NDArray[np.float16]
 
@@ -43,7 +43,7 @@ def trellis_from_exl3(
     """
     if not isinstance(layer, Exl3Layer):
         raise FormatTypeError(f"expected an Exl3Layer, got {type(layer).__name__}")
-    codebook = _single_codebook(layer)
+    codebook = single_codebook(layer)
     for row in layer.experts:
         for linear in row.values():
             linear.check_marker()
@@ -104,7 +104,12 @@ def _true_width(stored: int, candidates: dict[str, int]) -> int:
     return next((width for width in candidates.values() if -(-width // BLOCK) * BLOCK == stored), stored)
 
 
-def _single_codebook(layer: Exl3Layer) -> str:
+def single_codebook(layer: Exl3Layer) -> str:
+    """The name of the one codebook of a layer.
+
+    Raises:
+        FormatUnsupportedError: if its linears have several; lists the first tensor of each.
+    """
     found: dict[str, str] = {}
     for row in layer.experts:
         for linear in row.values():

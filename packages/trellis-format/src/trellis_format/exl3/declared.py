@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from trellis_format.checkpoint import CONFIG_NAME, QUANTIZATION_CONFIG_NAME, Checkpoint
@@ -16,12 +17,13 @@ from trellis_format.codebooks import CODEBOOKS, Codebook
 from trellis_format.errors import FormatValueError
 from trellis_format.exl3.linear import Exl3Linear
 from trellis_format.files.arrays import FileArray
-from trellis_format.rates import Rate
 
 __all__ = ["EXL3_METHOD", "DeclaredQuantization", "Statement", "read_declared"]
 
 EXL3_METHOD = "exl3"
 """Value of `quant_method` in configurations of EXL3 files."""
+_STATED_KEYS = ("quant_method", "version", "bits", "head_bits", "out_scales", "codebook")
+_TEXT_KEYS = ("quant_method", "codebook")
 _MARKED = {codebook.marker: codebook for codebook in CODEBOOKS.values() if codebook.marker is not None}
 
 
@@ -48,16 +50,22 @@ class DeclaredQuantization:
     """What a checkpoint's configuration files state about its quantisation.
 
     Attributes:
-        methods: statements of `quant_method`.
-        codebooks: statements of `codebook`.
+        statements: what they state about the whole model.
         storage: `tensor_storage` by module, empty where there is none.
         storage_file: path of the file with `tensor_storage`, None where there is none.
     """
 
-    methods: tuple[Statement, ...]
-    codebooks: tuple[Statement, ...]
-    storage: Mapping[str, Any] = field(repr=False)
-    storage_file: str | None
+    statements: tuple[Statement, ...] = ()
+    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage_file: str | None = None
+
+    def of(self, key: str) -> tuple[Statement, ...]:
+        """The statements of one key, such as `codebook`."""
+        return tuple(statement for statement in self.statements if statement.field.rpartition(".")[2] == key)
+
+    @cached_property
+    def _codebooks(self) -> tuple[Statement, ...]:
+        return self.of("codebook")
 
     def check_method(self, example: FileArray | None) -> None:
         """Accept a stated method that agrees with the tensors.
@@ -69,7 +77,7 @@ class DeclaredQuantization:
             FormatValueError: if a file states another method and there is such a tensor, or states EXL3 and there is
                 none; names the files, the fields and the tensor.
         """
-        for stated in self.methods:
+        for stated in self.of("quant_method"):
             if example is not None and stated.value != EXL3_METHOD:
                 raise FormatValueError(
                     f"{stated}, but {example.file} holds {example.entry.name}, an EXL3 trellis "
@@ -88,7 +96,7 @@ class DeclaredQuantization:
         Raises:
             FormatValueError: if a statement contradicts it; names both values and both sources.
         """
-        for stated in self.codebooks:
+        for stated in self._codebooks:
             if stated.value != linear.codebook.name:
                 raise FormatValueError(
                     f"{stated}, {_found(linear.codebook)}", file=linear.file, tensor=f"{linear.name}.trellis"
@@ -134,14 +142,6 @@ class DeclaredQuantization:
                     tensor=f"{linear.name}.{marker}",
                 )
 
-    def stated_rate(self, module: str) -> Rate | None:
-        """K of a module according to `tensor_storage`, None where it does not say or is not legal."""
-        entry = self.storage.get(module)
-        try:
-            return Rate.of(entry["bits_per_weight"]) if isinstance(entry, dict) else None
-        except (KeyError, FormatValueError):
-            return None
-
 
 def read_declared(checkpoint: Checkpoint) -> DeclaredQuantization:
     """Collect what the configuration files state.
@@ -152,27 +152,25 @@ def read_declared(checkpoint: Checkpoint) -> DeclaredQuantization:
     Raises:
         FormatValueError: if a key that concerns quantisation has the wrong type; names file and key.
     """
-    methods: list[Statement] = []
-    codebooks: list[Statement] = []
+    statements: list[Statement] = []
     storage: Mapping[str, Any] = {}
     storage_file = None
     for name, value, path in _objects(checkpoint):
         file = str(checkpoint.path / name)
         if not isinstance(value, dict):
             raise FormatValueError(f"{path or 'the file'} must be an object, got {type(value).__name__}", file=file)
-        for key, found in (("quant_method", methods), ("codebook", codebooks)):
+        for key in _STATED_KEYS:
             stated = value.get(key)
             where = f"{path}.{key}" if path else key
-            if stated is None:
-                continue
-            if not isinstance(stated, str):
+            if key in _TEXT_KEYS and not isinstance(stated, str | None):
                 raise FormatValueError(f"{where} must be a string, got {type(stated).__name__}", file=file)
-            found.append(Statement(stated, file, where))
+            if isinstance(stated, str | int | float):
+                statements.append(Statement(str(stated), file, where))
         if "tensor_storage" in value and name == QUANTIZATION_CONFIG_NAME:
             storage, storage_file = value["tensor_storage"], file
             if not isinstance(storage, dict):
                 raise FormatValueError(f"tensor_storage must be an object, got {type(storage).__name__}", file=file)
-    return DeclaredQuantization(tuple(methods), tuple(codebooks), storage, storage_file)
+    return DeclaredQuantization(tuple(statements), storage, storage_file)
 
 
 def _objects(checkpoint: Checkpoint) -> list[tuple[str, Any, str]]:

@@ -103,7 +103,7 @@ def _check_size(data: bytes, file: str | os.PathLike[str] | None) -> None:
     if opening <= MAX_JSON_DEPTH:
         return
     steps = np.frombuffer(_STRING.sub(b"", data).translate(_STEPS, _NOT_BRACKETS), dtype=np.int8)
-    depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+    depth = int(np.max(np.cumsum(steps, dtype=np.int32))) if steps.size else 0
     if depth > MAX_JSON_DEPTH:
         raise FormatValueError(f"JSON nests {depth} deep, at most {MAX_JSON_DEPTH} is read", file=file)
 

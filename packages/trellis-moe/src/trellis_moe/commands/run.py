@@ -1,0 +1,114 @@
+"""Owns `trellis-moe run`: one layer of a checkpoint over an input file.  It must not parse arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trellis_format.activations import Activation
+from trellis_prep import rank_extent
+
+from trellis_moe.commands.files import check_output_path, read_input, write_output
+from trellis_moe.commands.layer import Layer, LayerRun, choose_device, open_layer, run_layer
+from trellis_moe.commands.progress import progress_bar
+
+__all__ = ["RunRequest", "describe_run", "run"]
+
+RUN_SCHEMA = "trellis-moe/run"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of one run."""
+
+    checkpoint: Path
+    layer: int
+    input: Path
+    output: Path
+    device: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    activation: str | None = None
+    pattern: str | None = None
+    ignore_index: bool = False
+
+
+def run(request: RunRequest, *, show_progress: bool = True) -> dict[str, Any]:
+    """Carry out a run; every argument and input is checked before any weight is read.
+
+    Returns:
+        The report: geometry, rates, share, bytes, path, seconds.
+
+    Raises:
+        FormatError, PrepError, MoeError: if something is refused; nothing is written.
+    """
+    device = choose_device(request.device)
+    check_output_path(request.output, source=request.input)
+    law = Activation(request.activation) if request.activation else None
+    layer = open_layer(
+        request.checkpoint,
+        request.layer,
+        activation=law,
+        pattern=request.pattern,
+        ignore_index=request.ignore_index,
+    )
+    geometry = layer.source.geometry
+    rank_extent(geometry.padded_intermediate_size, request.rank, request.world_size)
+    data = read_input(request.input, hidden_size=geometry.hidden_size, num_experts=geometry.num_experts)
+    with progress_bar(show_progress) as tell:
+        result = run_layer(
+            layer,
+            data.x,
+            data.topk_ids,
+            data.topk_weights,
+            device=device,
+            rank=request.rank,
+            world_size=request.world_size,
+            progress=tell,
+        )
+    write_output(request.output, result.y)
+    report = {
+        "schema": RUN_SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "checkpoint": str(request.checkpoint),
+        "layer": request.layer,
+        "output": str(request.output),
+        "tp_rank": request.rank,
+        "tp_size": request.world_size,
+    }
+    return report | describe_run(layer, result)
+
+
+def describe_run(layer: Layer, result: LayerRun) -> dict[str, Any]:
+    """The part of a report that every run has."""
+    source, plan = layer.source, result.plan
+    geometry, extent = source.geometry, plan.weights.extent
+    return {
+        "geometry": {
+            "num_experts": geometry.num_experts,
+            "hidden_size": geometry.hidden_size,
+            "intermediate_size": geometry.intermediate_size,
+            "padded_hidden_size": geometry.padded_hidden_size,
+            "padded_intermediate_size": geometry.padded_intermediate_size,
+            "projections": [projection.value for projection in geometry.projections],
+        },
+        "codebook": source.codebook,
+        "rates": [rate.bits for rate in source.rates.distinct()],
+        "activation": plan.activation.nonlinearity.kind,
+        "io_dtype": plan.activation.io_dtype,
+        "channels": [extent.first_channel, extent.end_channel],
+        "tokens": result.y.shape[0],
+        "top_k": plan.capacity.top_k,
+        "device": str(result.experts.device),
+        "path": dict(plan.backends),
+        "prepared_bytes": result.experts.nbytes,
+        "code_bytes": result.experts.layout.code_bytes,
+        "scratch_bytes": plan.required_nbytes(),
+        "seconds": {
+            "open": layer.open_seconds,
+            "prepare": result.prepare_seconds,
+            "run": result.run_seconds,
+        },
+    }

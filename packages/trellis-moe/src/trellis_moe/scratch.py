@@ -1,0 +1,92 @@
+"""Owns the scratch of a launch: buffers by name, dtype and size, and their places in one arena.  It must not allocate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trellis_moe.errors import MoeTypeError, MoeValueError
+from trellis_moe.specs import ExecutionCapacity
+
+if TYPE_CHECKING:
+    from trellis_moe.plan import WeightPlan
+
+__all__ = ["ALIGNMENT", "ScratchBuffer", "carve", "op_by_op_scratch", "total_bytes"]
+
+ALIGNMENT = 16
+"""Boundary of every buffer, in bytes."""
+_DTYPES = {"float16": torch.float16, "float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
+
+
+@dataclass(frozen=True)
+class ScratchBuffer:
+    """One buffer: its name, a dtype name, and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[ScratchBuffer, ...]:
+    """Buffers of the path that runs one op after the other, for its largest launch.
+
+    The rotated input of gate and up is one buffer used twice; the rotated activation overlays nothing, so that each
+    buffer can be read after a launch.
+    """
+    routes = capacity.routes
+    hidden, width = weights.source.geometry.padded_hidden_size, weights.extent.width
+    gate = (ScratchBuffer("gate", "float32", (routes, width)),) if weights.source.geometry.gated else ()
+    return (
+        ScratchBuffer("experts", "int64", (routes,)),
+        ScratchBuffer("tokens", "int64", (routes,)),
+        ScratchBuffer("rotated_input", "float16", (routes, hidden)),
+        *gate,
+        ScratchBuffer("up", "float32", (routes, width)),
+        ScratchBuffer("rotated_activation", "float16", (routes, width)),
+        ScratchBuffer("route_output", "float32", (routes, hidden)),
+    )
+
+
+def total_bytes(buffers: Iterable[ScratchBuffer]) -> int:
+    """Bytes of an arena that holds every buffer on its boundary."""
+    return sum(_aligned(buffer.nbytes) for buffer in buffers)
+
+
+def carve(arena: torch.Tensor, buffers: Iterable[ScratchBuffer]) -> dict[str, torch.Tensor]:
+    """Views of an arena, one per buffer, in order.
+
+    Args:
+        arena: `[bytes] uint8`, contiguous, on a 16-byte boundary.
+        buffers: what to place.
+
+    Raises:
+        MoeTypeError: if the arena is not uint8.
+        MoeValueError: if it is not one contiguous axis, is misaligned, or is too small; names both numbers.
+    """
+    buffers = tuple(buffers)
+    needed = total_bytes(buffers)
+    if arena.dtype != torch.uint8:
+        raise MoeTypeError(f"scratch must be uint8, got {arena.dtype}")
+    if arena.ndim != 1 or not arena.is_contiguous() or arena.data_ptr() % ALIGNMENT:
+        raise MoeValueError(f"scratch must be one contiguous axis on a boundary of {ALIGNMENT} bytes")
+    if arena.numel() < needed:
+        raise MoeValueError(f"scratch has {arena.numel()} bytes, the plan needs {needed}")
+    views, first = {}, 0
+    for buffer in buffers:
+        part = arena[first : first + buffer.nbytes]
+        views[buffer.name] = part.view(_DTYPES[buffer.dtype]).view(buffer.shape)
+        first += _aligned(buffer.nbytes)
+    return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,114 @@
+"""Owns what a caller declares before anything is planned: activation, routing, capacity.  It must not know weights.
+
+All are frozen, and their reprs evaluate back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from trellis_format.activations import Activation
+
+from trellis_moe.errors import MoeTypeError, MoeValueError
+
+__all__ = ["IO_DTYPES", "ActivationSpec", "ExecutionCapacity", "RoutingSpec", "io_dtype_name"]
+
+IO_DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""Activation dtypes by name."""
+
+
+def io_dtype_name(dtype: torch.dtype) -> str:
+    """The name of an activation dtype.
+
+    Raises:
+        MoeTypeError: if activations cannot have it.
+    """
+    for name, known in IO_DTYPES.items():
+        if known is dtype:
+            return name
+    raise MoeTypeError(f"activations must be one of {', '.join(IO_DTYPES)}, got {dtype}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSpec:
+    """The activations that go in and out, and the law between the GEMMs.
+
+    Args:
+        nonlinearity: the law.
+        io_dtype: dtype of x, a key of `IO_DTYPES`.
+        output_dtype: dtype of y, a key of `IO_DTYPES`.
+        rotation_dtype: dtype in which rotated activations meet the weights; float16.
+
+    Raises:
+        MoeTypeError: if the law is not an `Activation`.
+        MoeValueError: if a dtype is unknown.
+    """
+
+    nonlinearity: Activation
+    io_dtype: str
+    output_dtype: str = "float32"
+    rotation_dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nonlinearity, Activation):
+            raise MoeTypeError(f"nonlinearity must be an Activation, got {type(self.nonlinearity).__name__}")
+        for name in ("io_dtype", "output_dtype"):
+            if getattr(self, name) not in IO_DTYPES:
+                raise MoeValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(IO_DTYPES)}")
+        if self.rotation_dtype != "float16":
+            raise MoeValueError(f"rotation_dtype {self.rotation_dtype!r} is not float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingSpec:
+    """How routes become tokens again.
+
+    Args:
+        deterministic_output: whether the same inputs give the same bits; the only policy so far.
+
+    Raises:
+        MoeValueError: if a policy is asked for that no path has.
+    """
+
+    deterministic_output: bool = True
+
+    def __post_init__(self) -> None:
+        if self.deterministic_output is not True:
+            raise MoeValueError("only deterministic_output=True is available: routes are summed in slot order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionCapacity:
+    """The most that one launch takes.
+
+    Args:
+        max_tokens: tokens.
+        top_k: routes of each token.
+
+    Raises:
+        MoeTypeError: if a number is not an int.
+        MoeValueError: if it is not positive, or routes leave 31 bits.
+    """
+
+    max_tokens: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise MoeTypeError(f"{field.name} must be an int, got {type(value).__name__}")
+            if value <= 0:
+                raise MoeValueError(f"{field.name} must be positive, got {value}")
+        if self.routes >= 1 << 31:
+            raise MoeValueError(f"{self.max_tokens} tokens x {self.top_k} routes exceed 2^31 - 1 routes")
+
+    @property
+    def routes(self) -> int:
+        """Routes of the largest launch."""
+        return self.max_tokens * self.top_k

@@ -1,0 +1,73 @@
+"""Holds the read of one linear's share to plain slicing, and to the bytes it may touch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prep.samples import expected_tiles, extent_of, linears, open_layer, random_layer, write_checkpoint
+from trellis_format.errors import FormatValueError
+from trellis_format.source import CodeLayout
+from trellis_prep import PrepUnsupportedError
+from trellis_prep.reader import read_linear
+
+
+@pytest.mark.parametrize(("first", "blocks"), [(0, 3), (0, 1), (1, 2), (2, 1), (1, 0)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_share_is_the_slice(first: int, blocks: int, gated: bool) -> None:
+    layer = random_layer(gated=gated)
+    extent = extent_of(384, first, blocks)
+    for expert, projection in linears(layer[0]):
+        expected = expected_tiles(layer, extent, expert, projection)
+        out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
+        read_linear(*layer, expert, projection, extent, out)
+        np.testing.assert_array_equal(out.view(np.int16).reshape(expected.shape), expected)
+
+
+def test_weights_of_a_part_are_cut_at_their_own_origin() -> None:
+    source, weights = random_layer()
+    held = extent_of(384, 1, 2)
+    part = tuple(
+        tuple(
+            type(view)(np.ascontiguousarray(expected_tiles((source, weights), held, expert, projection)))
+            for projection, view in enumerate(row)
+        )
+        for expert, row in enumerate(weights.codes)
+    )
+    local = (dataclasses.replace(source, extent=held), dataclasses.replace(weights, codes=part))
+    extent = extent_of(384, 2, 1)
+    for expert, projection in linears(source):
+        expected = expected_tiles((source, weights), extent, expert, projection)
+        out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
+        read_linear(*local, expert, projection, extent, out)
+        np.testing.assert_array_equal(out.view(np.int16).reshape(expected.shape), expected)
+
+
+def test_file_gives_the_share_and_no_byte_more(tmp_path: Path) -> None:
+    layer = random_layer()
+    checkpoint, source, weights = open_layer(write_checkpoint(tmp_path, layer))
+    extent = extent_of(384, 1, 1)
+    with checkpoint:
+        for expert, projection in linears(source):
+            expected = expected_tiles(layer, extent, expert, projection)
+            out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
+            before = checkpoint.bytes_read
+            read_linear(source, weights, expert, projection, extent, out)
+            assert checkpoint.bytes_read - before == expected.nbytes
+            np.testing.assert_array_equal(out.view(np.int16).reshape(expected.shape), expected)
+
+
+def test_buffer_of_another_size_is_refused() -> None:
+    layer = random_layer()
+    with pytest.raises(FormatValueError, match="buffer must be"):
+        read_linear(*layer, 0, 0, extent_of(384, 0, 1), np.empty(16, dtype=np.uint8))
+
+
+def test_slot_major_codes_are_not_supported() -> None:
+    source, weights = random_layer()
+    slots = dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR)
+    with pytest.raises(PrepUnsupportedError, match=r"slot-major .* supported: exl3-linear"):
+        read_linear(slots, weights, 0, 0, source.extent, np.empty(0, dtype=np.uint8))
