@@ -149,7 +149,7 @@ def trim_checkpoint(source: Path, out: Path, cut: Cut, chosen: dict[int, tuple[i
 
 
 def place(name: str, cut: Cut, chosen: dict[int, tuple[int, ...]]) -> tuple[str | None, tuple[int, ...] | None]:
-    """What a tensor is called in the trimmed checkpoint (None: dropped), and the rows that are kept of it (None: all)."""
+    """What a tensor is called in the trimmed checkpoint (None: dropped), and which rows are kept (None: all)."""
     if (match := EXPERT.fullmatch(name)) is not None:
         experts = chosen.get(int(match[2]), ())
         if int(match[3]) not in experts:

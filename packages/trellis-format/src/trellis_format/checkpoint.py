@@ -85,14 +85,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False)
             the headers disagree; names both sides.
     """
     directory = Path(path)
-    if not directory.exists():
-        raise FormatNotFoundError("no such checkpoint directory", file=directory)
-    if not directory.is_dir():
-        raise FormatValueError("a checkpoint is a directory of safetensors files, this is a file", file=directory)
-    try:
-        found = sorted(name.name for name in directory.iterdir() if name.name.endswith(".safetensors"))
-    except OSError as error:
-        raise FormatValueError(f"cannot be listed: {error.strerror or error}", file=directory) from error
+    found = _shard_names(directory)
     index = None if ignore_index else _read_index(directory)
     if not found and not index:
         raise FormatValueError("no *.safetensors file in the checkpoint directory", file=directory)
@@ -104,6 +97,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False)
         raise FormatNotFoundError(
             f"the index names {len(missing)} shards that are not in the directory, first {missing[0]!r}",
             file=directory / INDEX_NAME,
+            numbers={"missing": len(missing)},
         )
     readers: list[ShardReader] = []
     tensors: dict[str, FileArray] = {}
@@ -133,6 +127,17 @@ def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False)
         tuple(readers),
         tuple(notes),
     )
+
+
+def _shard_names(directory: Path) -> list[str]:
+    if not directory.exists():
+        raise FormatNotFoundError("no such checkpoint directory", file=directory)
+    if not directory.is_dir():
+        raise FormatValueError("a checkpoint is a directory of safetensors files, this is a file", file=directory)
+    try:
+        return sorted(name.name for name in directory.iterdir() if name.name.endswith(".safetensors"))
+    except OSError as error:
+        raise FormatValueError(f"cannot be listed: {error.strerror or error}", file=directory) from error
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -169,6 +174,7 @@ def _compare_index(index: dict[str, str], origin: dict[str, str], directory: Pat
             f"{_first(absent)}, {len(hidden)} are in a shard but not listed{_first(hidden)}; open with the index "
             "ignored to trust the shards",
             file=directory / INDEX_NAME,
+            numbers={"listed_only": len(absent), "stored_only": len(hidden)},
         )
 
 

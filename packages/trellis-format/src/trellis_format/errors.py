@@ -6,6 +6,7 @@ something that is well formed but not supported, and a path that is not there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 
 __all__ = [
@@ -24,14 +25,23 @@ class FormatError(Exception):
         message: what is wrong, without the place.
         file: path of the file at fault, or None.
         tensor: name of the tensor at fault, or None.
+        numbers: the numbers of the message by what they are, such as `observed` and `expected`; empty without any.
     """
 
-    def __init__(self, message: str, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | PathLike[str] | None = None,
+        tensor: str | None = None,
+        numbers: Mapping[str, int | float] | None = None,
+    ) -> None:
         where = "".join(f"{part}: " for part in (str(file) if file else "", tensor or "") if part)
         super().__init__(where + message)
         self.message = message
         self.file = str(file) if file else None
         self.tensor = tensor
+        self.numbers = dict(numbers or {})
 
 
 class FormatValueError(FormatError, ValueError):

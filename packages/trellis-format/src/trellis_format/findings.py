@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 
 from trellis_format.errors import FormatError
 from trellis_format.report import Finding, Severity
@@ -26,19 +27,25 @@ class Findings:
 
     def error(self, code: str, error: FormatError) -> None:
         """Add what an error says."""
-        self._add(code, Severity.ERROR, error.message, error.file, error.tensor)
+        self._add(code, Severity.ERROR, error.message, error.file, error.tensor, error.numbers)
 
     def warning(
-        self, code: str, message: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
+        self,
+        code: str,
+        message: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        numbers: Mapping[str, int | float] | None = None,
     ) -> None:
         """Add a disagreement that the tensors decide."""
-        self._add(code, Severity.WARNING, message, file, tensor)
+        self._add(code, Severity.WARNING, message, file, tensor, numbers)
 
     def note(
         self, code: str, message: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
     ) -> None:
         """Add something worth knowing."""
-        self._add(code, Severity.NOTE, message, file, tensor)
+        self._add(code, Severity.NOTE, message, file, tensor, None)
 
     def collected(self) -> tuple[Finding, ...]:
         """All findings, errors first, in the order in which they came up."""
@@ -51,9 +58,24 @@ class Findings:
         return tuple(sorted([*self._listed, *rest], key=lambda finding: order.index(finding.severity)))
 
     def _add(
-        self, code: str, severity: Severity, message: str, file: str | os.PathLike[str] | None, tensor: str | None
+        self,
+        code: str,
+        severity: Severity,
+        message: str,
+        file: str | os.PathLike[str] | None,
+        tensor: str | None,
+        numbers: Mapping[str, int | float] | None,
     ) -> None:
         self._counts[code, severity] += 1
         if self._counts[code, severity] <= MAX_FINDINGS_PER_CODE:
             where = None if file is None else os.fspath(file)
-            self._listed.append(Finding(code=code, severity=severity, message=message, file=where, tensor=tensor))
+            self._listed.append(
+                Finding(
+                    code=code,
+                    severity=severity,
+                    message=message,
+                    file=where,
+                    tensor=tensor,
+                    numbers=dict(numbers or {}),
+                )
+            )

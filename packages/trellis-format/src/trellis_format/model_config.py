@@ -40,7 +40,8 @@ _DIVIDED_LAYERS = {"MiMoV2ForCausalLM": (47,)}
 class ModelConfig(BaseModel):
     """The keys of `config.json` that concern experts, as the file states them."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # foreign files: see the module docstring
+    # Foreign files: see the module docstring.  Their key `model_type` is no name of pydantic's.
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     model_type: StrictStr | None = None
     architectures: tuple[StrictStr, ...] | None = None

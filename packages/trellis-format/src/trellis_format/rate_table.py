@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trellis_format.errors import FormatTypeError, FormatValueError
+from trellis_format.rate_bytes import pack_rates, symmetric_rate
 from trellis_format.rates import Rate
 
 __all__ = ["RateTable"]
@@ -55,6 +56,34 @@ class RateTable:
             rows = rows[:1]
         return cls(rows)
 
+    @classmethod
+    def from_bytes(cls, rate: npt.NDArray[np.uint8]) -> RateTable:
+        """The shortest table that a tensor of symmetric rate bytes states; the inverse of `rate_bytes`.
+
+        Args:
+            rate: `[1]`, `[experts]` or `[experts, projections] uint8`.
+
+        Raises:
+            FormatTypeError: if it is not uint8.
+            FormatValueError: if it has another number of axes or no element, or a byte is illegal or asymmetric; names
+                its place.
+        """
+        if rate.dtype != np.uint8:
+            raise FormatTypeError(f"rate must be uint8, got {rate.dtype}")
+        if rate.ndim not in (1, 2) or not rate.size:
+            raise FormatValueError(
+                f"rate must be [1], [experts] or [experts, projections], got shape {list(rate.shape)}"
+            )
+        known: dict[int, Rate] = {}
+        for byte in np.unique(rate).tolist():
+            try:
+                known[byte] = symmetric_rate(byte)
+            except FormatValueError as error:
+                place = [int(index) for index in np.argwhere(rate == byte)[0]]
+                raise FormatValueError(f"rate{place}: {error.message}") from error
+        rows = rate if rate.ndim == 2 else rate[:, None]
+        return cls.of([[known[byte] for byte in row] for row in rows.tolist()])
+
     @property
     def is_uniform(self) -> bool:
         """Whether the layer has one rate."""
@@ -84,5 +113,7 @@ class RateTable:
 
     def rate_bytes(self) -> npt.NDArray[np.uint8]:
         """`[1]`, `[experts]` or `[rows, projections] uint8`: symmetric rate bytes, the nibble twice."""
-        table = np.array([[Rate(value).nibble * 17 for value in row] for row in self.half_bits], dtype=np.uint8)
+        table = np.array(
+            [[pack_rates(Rate(value), Rate(value)) for value in row] for row in self.half_bits], dtype=np.uint8
+        )
         return table[:, 0] if table.shape[1] == 1 else table

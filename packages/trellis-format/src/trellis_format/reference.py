@@ -11,12 +11,15 @@ import numpy.typing as npt
 
 from trellis_format.activations import Activation
 from trellis_format.codebooks import get_codebook
-from trellis_format.errors import FormatTypeError, FormatValueError
+from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
 from trellis_format.hadamard import hadamard
 from trellis_format.rates import Rate
-from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
+from trellis_format.signs import SignAxis, expert_signs
+from trellis_format.slots import read_linear
+from trellis_format.source import Projection, TrellisSource, TrellisWeights
 from trellis_format.tiles import decode_inner
+from trellis_format.transform import interleave
 
 __all__ = ["linear", "moe_forward", "reconstruct"]
 
@@ -103,14 +106,14 @@ def moe_forward(
 
     Raises:
         FormatValueError: if no activation is known, x is not as wide as the layer, ids and weights differ in shape, or
-            the extent is of another axis, not inside the source's, or cuts a block.
-        FormatTypeError: if the codes are not in `exl3-linear` layout.
+            the extent is of another axis, not inside the source's, or cuts a block, or sign patterns are missing or
+            not wanted.
     """
     law = activation or source.activation
     if law is None:
         raise FormatValueError("the model's configuration names no known activation; give one")
-    if source.layout is not CodeLayout.EXL3_LINEAR:
-        raise FormatTypeError(f"layout {source.layout} is not readable here")
+    if (source.expert_transform is None) != (weights.expert_sign_patterns is None):
+        raise FormatValueError("an intermediate Hadamard and expert_sign_patterns come together or not at all")
     geometry = source.geometry
     share = extent or source.extent
     _check_share(share, source.extent)
@@ -122,6 +125,9 @@ def moe_forward(
         )
     padded = np.zeros((x.shape[0], geometry.padded_hidden_size))
     padded[:, : x.shape[1]] = x
+    transform = source.expert_transform
+    if transform is not None:
+        padded = hadamard(padded, transform.pre_block)
     y = np.zeros_like(padded)
     for expert in range(geometry.num_experts):
         token, slot = np.nonzero(topk_ids == expert)
@@ -129,6 +135,8 @@ def moe_forward(
             out = _expert_forward(source, weights, padded[token], expert, law, share)
             factor = topk_weights[token, slot].astype(np.float64) * source.up_divisor
             np.add.at(y, token, out * factor[:, None])
+    if transform is not None:
+        y = hadamard(y, transform.pre_block)
     return y[:, : geometry.hidden_size]
 
 
@@ -147,20 +155,11 @@ def _check_share(share: TrellisExtent, held: TrellisExtent) -> None:
 def _expert_forward(
     source: TrellisSource, weights: TrellisWeights, x: _Double, expert: int, law: Activation, share: TrellisExtent
 ) -> _Double:
-    projections = source.geometry.projections
     local = slice(share.first_channel - source.extent.first_channel, share.end_channel - source.extent.first_channel)
-    inputs = weights.input_scales if source.shared_input_scales else weights.input_scales[expert]
-    branches: dict[Projection, _Double] = {}
-    for index, projection in enumerate(projections[:-1]):
-        svh = weights.intermediate_scales[expert, index, local]
-        trellis = _codes(weights, expert, index, (slice(None), slice(local.start // 16, local.stop // 16)))
-        y = linear(x, trellis, inputs[index % len(inputs)], svh, source.codebook, source.rates.rate(expert, index))
-        if projection in weights.biases:
-            y = y + weights.biases[projection][expert, local].astype(np.float64)
-        branches[projection] = y
-    joined = law.apply(branches.get(Projection.GATE), branches[Projection.UP])
-    last = len(projections) - 1
-    trellis = _codes(weights, expert, last, (slice(local.start // 16, local.stop // 16), slice(None)))
+    branches = _first_gemms if source.expert_transform is None else _transformed_gemms
+    joined = branches(source, weights, x, expert, law, share, local)
+    last = len(source.geometry.projections) - 1
+    trellis = read_linear(source, weights, expert, last, share)
     outputs = weights.output_scales if source.shared_output_scales else weights.output_scales[expert]
     suh = weights.intermediate_scales[expert, last, local]
     y = linear(joined, trellis, suh, outputs, source.codebook, source.rates.rate(expert, last))
@@ -169,6 +168,38 @@ def _expert_forward(
     return y
 
 
-def _codes(weights: TrellisWeights, expert: int, projection: int, box: tuple[slice, slice]) -> npt.NDArray[np.int16]:
-    codes: npt.NDArray[np.int16] = weights.code_view(expert, projection).read()
-    return codes[box]
+def _first_gemms(
+    source: TrellisSource, weights: TrellisWeights, x: _Double, expert: int, law: Activation, share: TrellisExtent,
+    local: slice,
+) -> _Double:  # fmt: skip
+    inputs = weights.input_scales if source.shared_input_scales else weights.input_scales[expert]
+    branches: dict[Projection, _Double] = {}
+    for index, projection in enumerate(source.geometry.projections[:-1]):
+        svh = weights.intermediate_scales[expert, index, local]
+        trellis = read_linear(source, weights, expert, index, share)
+        y = linear(x, trellis, inputs[index % len(inputs)], svh, source.codebook, source.rates.rate(expert, index))
+        if projection in weights.biases:
+            y = y + weights.biases[projection][expert, local].astype(np.float64)
+        branches[projection] = y
+    return law.apply(branches.get(Projection.GATE), branches[Projection.UP])
+
+
+def _transformed_gemms(
+    source: TrellisSource, weights: TrellisWeights, x: _Double, expert: int, law: Activation, share: TrellisExtent,
+    local: slice,
+) -> _Double:  # fmt: skip
+    assert source.expert_transform is not None
+    assert weights.expert_sign_patterns is not None
+    inputs = weights.input_scales if source.shared_input_scales else weights.input_scales[expert]
+    rotated = hadamard(x * inputs[0].astype(np.float64))
+    stored = []
+    for index in (0, 1):
+        trellis = read_linear(source, weights, expert, index, share)
+        inner = decode_inner(trellis, get_codebook(source.codebook), source.rates.rate(expert, index))
+        stored.append(rotated @ inner.astype(np.float64))
+    scales = [weights.intermediate_scales[expert, index, local].astype(np.float64) for index in (0, 1)]
+    patterns = weights.expert_sign_patterns[expert : expert + 1]
+    before, after = (expert_signs(patterns, axis, share)[0].astype(np.float64) for axis in SignAxis)
+    values = hadamard(hadamard(interleave(*stored)) * interleave(*scales)) * before
+    joined = law.apply(np.ascontiguousarray(values[:, 0::2]), np.ascontiguousarray(values[:, 1::2]))
+    return hadamard(joined * after, source.expert_transform.post_block)

@@ -39,7 +39,8 @@ SCHEMA_VERSION: Final = 1
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # `model_type` is a key of the configurations that are reported, no name of pydantic's.
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class Severity(StrEnum):
@@ -62,6 +63,7 @@ class Finding(_Part):
         message: the fact, both values and the rule.
         file: path of the file, or None.
         tensor: name of the tensor or module, or None.
+        numbers: the numbers of the message by what they are, such as `observed` and `expected`; empty without any.
     """
 
     code: str
@@ -69,6 +71,7 @@ class Finding(_Part):
     message: str
     file: str | None = None
     tensor: str | None = None
+    numbers: dict[str, int | float] = {}
 
 
 class ShardSummary(_Part):
@@ -260,7 +263,7 @@ class Skipped(_Part):
 class InspectReport(_Part):
     """All that headers and configurations of a checkpoint tell."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), populate_by_name=True)
 
     schema_name: Literal["trellis-format/inspect"] = Field(default=SCHEMA, alias="schema")
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -63,7 +63,8 @@ def pack_states(states: npt.NDArray[np.uint16], rate: Rate) -> npt.NDArray[np.in
     bit_in_symbol = np.arange(rate.ring_bits) - np.repeat(np.cumsum(advances) - advances, advances)
     shift = (advances[position] - 1 - bit_in_symbol).astype(np.uint16)
     bits = (words[..., position] >> shift) & np.uint16(1)
-    stream = np.packbits(bits.astype(np.uint8), axis=-1).view(">u2").astype(np.uint16)
+    octets = np.ascontiguousarray(np.packbits(bits.astype(np.uint8), axis=-1))
+    stream = octets.view(">u2").astype(np.uint16)
     return _swap_pairs(stream).view(np.int16)
 
 
@@ -98,5 +99,5 @@ def _integers16(array: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint16]:
 
 
 def _swap_pairs(words: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-    pairs = words.reshape(*words.shape[:-1], -1, 2)
+    pairs = words.reshape(*words.shape[:-1], words.shape[-1] // 2, 2)
     return np.ascontiguousarray(pairs[..., ::-1]).reshape(words.shape)

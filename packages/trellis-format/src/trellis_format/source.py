@@ -20,6 +20,7 @@ from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.extent import BLOCK, TrellisExtent
 from trellis_format.files.arrays import ArrayView
 from trellis_format.rate_table import RateTable
+from trellis_format.transform import ExpertTransform
 
 __all__ = ["CodeLayout", "ExpertGeometry", "Projection", "TrellisSource", "TrellisWeights"]
 
@@ -116,11 +117,13 @@ class TrellisSource:
         biased: the projections whose linears carry a bias.
         up_divisor: the number by which the stored up projection was divided; the route weight makes up for it.
         activation: law between the GEMMs, as the model's configuration states it; None where it does not.
+        expert_transform: the intermediate Hadamard that the experts were quantised under, or None.
 
     Raises:
         FormatTypeError: if a field has the wrong type.
         FormatValueError: if the codebook is unknown, a rate is not legal for it, the rate table does not fit the
-            geometry, or the extent is of another axis or cuts a Hadamard block.
+            geometry, or the extent is of another axis or cuts a Hadamard block; or if experts under an intermediate
+            Hadamard have no gate, a bias, padding, or two input vectors.
     """
 
     codebook: str
@@ -134,12 +137,13 @@ class TrellisSource:
     biased: tuple[Projection, ...] = ()
     up_divisor: float = 1.0
     activation: Activation | None = None
+    expert_transform: ExpertTransform | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (
             ("codebook", str), ("geometry", ExpertGeometry), ("rates", RateTable), ("layout", CodeLayout),
             ("extent", TrellisExtent), ("biased", tuple), ("up_divisor", (int, float)),
-            ("activation", (Activation, type(None))),
+            ("activation", (Activation, type(None))), ("expert_transform", (ExpertTransform, type(None))),
         ):  # fmt: skip
             if not isinstance(getattr(self, name), kind):
                 raise FormatTypeError(f"source {name} has the wrong type {type(getattr(self, name)).__name__}")
@@ -157,6 +161,24 @@ class TrellisSource:
             raise FormatValueError(f"biased {self.biased} must be in order, of {self.geometry.projections}")
         if not 0 < self.up_divisor < math.inf:
             raise FormatValueError(f"up_divisor {self.up_divisor} must be above 0 and finite")
+        if self.expert_transform is not None:
+            self._check_transform(self.expert_transform)
+
+    def _check_transform(self, transform: ExpertTransform) -> None:
+        geometry = self.geometry
+        transform.check(geometry.padded_hidden_size, self.extent)
+        padded = geometry.padded_hidden_size - geometry.hidden_size
+        padded += geometry.padded_intermediate_size - geometry.intermediate_size
+        for wrong, fact in (
+            (not geometry.gated, "experts have no gate"),
+            (bool(self.biased), f"{', '.join(self.biased)} has a bias"),
+            (padded > 0, f"{padded} channels are padding"),
+            (not self.joint_input_scales, "gate and up have an input vector each"),
+        ):
+            if wrong:
+                raise FormatValueError(
+                    f"intermediate Hadamard: {fact}; it needs a gate, no bias, no padding, and one input vector"
+                )
 
     def code_bytes(self, extent: TrellisExtent | None = None) -> int:
         """Bytes of all codes of a share of the intermediate axis (default: what the weights cover)."""
@@ -182,6 +204,7 @@ class TrellisWeights:
         intermediate_scales: `[experts, projections, I] float16`: gate svh, up svh, down suh.
         output_scales: `[experts, H] float16`, or `[H]` where experts share it.
         biases: `{projection: [experts, n] float16}` after the output scale, or empty.
+        expert_sign_patterns: `[experts] uint8`, 0 to 7, the signs of each expert's intermediate Hadamard; None without.
     """
 
     codes: tuple[tuple[ArrayView, ...], ...] | ArrayView
@@ -190,6 +213,7 @@ class TrellisWeights:
     intermediate_scales: npt.NDArray[np.float16]
     output_scales: npt.NDArray[np.float16]
     biases: dict[Projection, npt.NDArray[np.float16]]
+    expert_sign_patterns: npt.NDArray[np.uint8] | None = None
 
     def code_view(self, expert: int, projection: int) -> ArrayView:
         """The codes of one expert's linear in `exl3-linear` layout.

@@ -147,12 +147,13 @@ def _stated(report: InspectReport) -> Iterator[tuple[str, ...]]:
 
 
 def _layers(report: InspectReport) -> Iterator[tuple[str, ...]]:
-    """One row for each run of layers that differ in index alone."""
+    """One row for each run of layers that differ in index alone, those of the main stack first."""
     run: list[LayerSummary] = []
     row: tuple[str, ...] = ()
-    for layer in report.layers:
+    for layer in sorted(report.layers, key=lambda layer: layer.auxiliary):
         current = _layer_cells(layer)
-        if run and (current != row or layer.index != run[-1].index + 1):
+        follows = run and layer.auxiliary == run[-1].auxiliary and layer.index == run[-1].index + 1
+        if run and not (follows and current == row):
             yield _run_name(run), *row
             run = []
         run, row = [*run, layer], current

@@ -47,7 +47,7 @@ def decode_inner(trellis: npt.NDArray[np.int16], codebook: Codebook, rate: Rate)
     if trellis.ndim != 3:
         raise FormatValueError(f"trellis must be 3-D [k_tiles, n_tiles, 16*K], got shape {trellis.shape}")
     codebook.check_rate(rate)
-    return join_tiles(codebook.decode(unpack_states(trellis, rate)))
+    return join_tiles(codebook.decode(unpack_states(trellis, rate), rate))
 
 
 def join_tiles(values: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:

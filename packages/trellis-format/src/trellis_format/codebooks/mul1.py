@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.codebooks.base import Codebook
+from trellis_format.codebooks.base import StateCodebook
 from trellis_format.rates import ALL_RATES
 
 __all__ = ["BIAS_BITS", "BYTE_BASE", "SCALE_BITS", "Mul1"]
@@ -30,10 +30,11 @@ _SCALE = struct.unpack("<e", struct.pack("<H", SCALE_BITS))[0]
 _BIAS = struct.unpack("<e", struct.pack("<H", BIAS_BITS))[0]
 
 
-class Mul1(Codebook):
+class Mul1(StateCodebook):
     """EXL3's byte-sum codebook, the only one with half rates."""
 
     name = "mul1"
+    in_exl3 = True
     marker = "mul1"
     multiplier = 0x83DCD12D
     legal_rates = ALL_RATES

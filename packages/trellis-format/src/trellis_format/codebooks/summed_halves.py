@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.codebooks.base import Codebook
+from trellis_format.codebooks.base import StateCodebook
 from trellis_format.rates import ALL_RATES
 
 __all__ = ["FIELD_MASK", "FIELD_XOR", "MCG", "ThreeInst"]
@@ -28,10 +28,11 @@ FIELD_XOR = 0x3B603B60
 _INTEGER_RATES = tuple(rate for rate in ALL_RATES if not rate.is_half)
 
 
-class _SummedHalves(Codebook):
+class _SummedHalves(StateCodebook):
     hash_multiplier: ClassVar[int]
     hash_addend: ClassVar[int]
     legal_rates = _INTEGER_RATES
+    in_exl3 = True
 
     def value(self, state: int) -> float:
         field = (state * self.hash_multiplier + self.hash_addend) & FIELD_MASK ^ FIELD_XOR

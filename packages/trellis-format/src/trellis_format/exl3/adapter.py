@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trellis_format.activations import Activation
+from trellis_format.container.adapter import trellis_from_container
+from trellis_format.container.layer import ContainerLayer, ContainerPairLayer
 from trellis_format.errors import FormatTypeError, FormatUnsupportedError
 from trellis_format.exl3.layers import Exl3Layer
 from trellis_format.exl3.linear import Exl3Linear
@@ -23,26 +25,39 @@ _Half = npt.NDArray[np.float16]
 
 
 def trellis_from_exl3(
-    layer: Exl3Layer, *, activation: Activation | None = None, up_divisor: float | None = None
+    layer: Exl3Layer | ContainerLayer | ContainerPairLayer,
+    *,
+    activation: Activation | None = None,
+    up_divisor: float | None = None,
 ) -> tuple[TrellisSource, TrellisWeights]:
     """Describe one layer of EXL3 experts without its container.
 
     Args:
-        layer: a layer from `find_layer`.
+        layer: a layer from `find_layer`, or one of an `exl3-v1` container from `trellis_format.container.read_layer`.
         activation: overrides what the model's configuration says.
         up_divisor: overrides the number by which the model's architecture divides up before it is quantised.
 
     Returns:
-        The source, and the weights over the whole intermediate axis.  Codes are views; scales, biases and markers are
-        read.
+        The source, and the weights over the whole intermediate axis, or over the extent of a container's layer.  Codes
+        are views; scales, biases and markers are read.
 
     Raises:
-        FormatTypeError: if `layer` is not an EXL3 layer.
-        FormatUnsupportedError: if the layer mixes codebooks; lists the first tensor of each.
-        FormatValueError: if a marker has a foreign multiplier or a scale is not finite.
+        FormatTypeError: if `layer` is neither.
+        FormatUnsupportedError: if the layer mixes codebooks, lists the first tensor of each; or if a container's layer
+            has pair rates.
+        FormatValueError: if a marker has a foreign multiplier or a scale is not finite; or a container's layer does not
+            fit its manifest.
     """
+    if isinstance(layer, ContainerLayer | ContainerPairLayer):
+        return trellis_from_container(layer, activation=activation, up_divisor=up_divisor)
     if not isinstance(layer, Exl3Layer):
-        raise FormatTypeError(f"expected an Exl3Layer, got {type(layer).__name__}")
+        raise FormatTypeError(f"expected an Exl3Layer or a ContainerLayer, got {type(layer).__name__}")
+    return _trellis_from_linears(layer, activation, up_divisor)
+
+
+def _trellis_from_linears(
+    layer: Exl3Layer, activation: Activation | None, up_divisor: float | None
+) -> tuple[TrellisSource, TrellisWeights]:
     codebook = single_codebook(layer)
     for row in layer.experts:
         for linear in row.values():

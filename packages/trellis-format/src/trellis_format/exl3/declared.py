@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from trellis_format.checkpoint import CONFIG_NAME, QUANTIZATION_CONFIG_NAME, Checkpoint
-from trellis_format.codebooks import CODEBOOKS, Codebook
+from trellis_format.codebooks import EXL3_CODEBOOKS, Codebook
 from trellis_format.errors import FormatValueError
 from trellis_format.exl3.linear import Exl3Linear
 from trellis_format.files.arrays import FileArray
@@ -24,7 +24,7 @@ EXL3_METHOD = "exl3"
 """Value of `quant_method` in configurations of EXL3 files."""
 _STATED_KEYS = ("quant_method", "version", "bits", "head_bits", "out_scales", "codebook")
 _TEXT_KEYS = ("quant_method", "codebook")
-_MARKED = {codebook.marker: codebook for codebook in CODEBOOKS.values() if codebook.marker is not None}
+_MARKED = {codebook.marker: codebook for codebook in EXL3_CODEBOOKS.values() if codebook.marker is not None}
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class DeclaredQuantization:
                 f"{linear.rate.tile_words16} words wide, which is K = {linear.rate}",
                 file=linear.file,
                 tensor=f"{linear.name}.trellis",
+                numbers={"stated": stated, "observed": linear.rate.bits} if isinstance(stated, int | float) else None,
             )
 
     def _check_multiplier(self, linear: Exl3Linear, entry: dict[str, Any], where: str) -> None:

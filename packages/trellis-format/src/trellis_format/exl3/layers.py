@@ -243,6 +243,7 @@ def _check_complete(path: Path, key: LayerKey, table: _Table, config: ModelConfi
                 f"one ({source})",
                 file=path,
                 tensor=key.prefix,
+                numbers={"observed": len(having), "expected": count},
             )
 
 
@@ -258,6 +259,7 @@ def _check_sizes(key: LayerKey, experts: tuple[dict[Projection, Exl3Linear], ...
                 "intermediate channels, down intermediate x hidden",
                 file=wrong[0].file,
                 tensor=f"{wrong[0].name}.trellis",
+                numbers={"k": wrong[0].k, "n": wrong[0].n, "expected_k": down.n, "expected_n": down.k},
             )
         if (down.k, down.n) != (first.k, first.n):
             raise FormatValueError(
@@ -265,6 +267,7 @@ def _check_sizes(key: LayerKey, experts: tuple[dict[Projection, Exl3Linear], ...
                 f"and {down.k} x {down.n} in expert {index}",
                 file=down.file,
                 tensor=f"{down.name}.trellis",
+                numbers={"k": down.k, "n": down.n, "expected_k": first.k, "expected_n": first.n},
             )
 
 

@@ -6,6 +6,7 @@ A linear `P` has `P.trellis` [k/16, n/16, 16 K] int16, `P.suh` [k] and `P.svh` [
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.codebooks import CODEBOOKS, Codebook
+from trellis_format.codebooks import EXL3_CODEBOOKS, Codebook
 from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.extent import BLOCK
 from trellis_format.files.arrays import FileArray
@@ -21,8 +22,8 @@ from trellis_format.rates import TILE, Rate
 
 __all__ = ["LINEAR_SUFFIXES", "Exl3Linear", "describe_linear"]
 
-_MARKERS = {codebook.marker: codebook for codebook in CODEBOOKS.values() if codebook.marker is not None}
-_UNMARKED = next(codebook for codebook in CODEBOOKS.values() if codebook.marker is None)
+_MARKERS = {codebook.marker: codebook for codebook in EXL3_CODEBOOKS.values() if codebook.marker is not None}
+_UNMARKED = next(codebook for codebook in EXL3_CODEBOOKS.values() if codebook.marker is None)
 _SIGN_WORD = 16  # channels whose signs one packed int16 holds
 
 LINEAR_SUFFIXES = ("trellis", "suh", "svh", "su", "sv", "bias", "scale", *_MARKERS)
@@ -109,6 +110,7 @@ class Exl3Linear:
                 "multiplier are refused, since their codes have another meaning",
                 file=self.file,
                 tensor=f"{self.name}.{marker}",
+                numbers={"observed": found, "expected": expected or 0},
             )
 
     def _read_scale(self, plain: str, packed: str) -> npt.NDArray[np.float16]:
@@ -127,6 +129,7 @@ class Exl3Linear:
                 f"all values must be finite; value {values[first]} at index {first}",
                 file=self.file,
                 tensor=f"{self.name}.{suffix}",
+                numbers={"index": first},
             )
 
 
@@ -152,6 +155,7 @@ def describe_linear(name: str, tensors: Mapping[str, FileArray]) -> Exl3Linear:
             f"{kind}trellis of a linear must be 3-D [k/16, n/16, 16*K], got shape {list(trellis.shape)}",
             file=file,
             tensor=where,
+            numbers={"observed": len(trellis.shape), "expected": 3},
         )
     k, n = trellis.shape[0] * TILE, trellis.shape[1] * TILE
     if not k or not n or k % BLOCK or n % BLOCK:
@@ -160,13 +164,14 @@ def describe_linear(name: str, tensors: Mapping[str, FileArray]) -> Exl3Linear:
             f"linear of {k} x {n} channels: both sides must be positive multiples of {BLOCK}; nearest: {legal}",
             file=file,
             tensor=where,
+            numbers={"k": k, "n": n, "multiple": BLOCK},
         )
     codebook = _codebook(name, tensors, file)
     try:
         rate = Rate.from_width(trellis.shape[2])
         codebook.check_rate(rate)
     except FormatValueError as error:
-        raise FormatValueError(str(error), file=file, tensor=where) from error
+        raise FormatValueError(error.message, file=file, tensor=where, numbers={"width": trellis.shape[2]}) from error
     _check_vector(name, tensors, "suh", "su", k, file)
     _check_vector(name, tensors, "svh", "sv", n, file)
     if "bias" in tensors:
@@ -222,4 +227,5 @@ def _check_tensor(name: str, suffix: str, tensor: FileArray, dtypes: tuple[str, 
             f"has shape {list(tensor.shape)}, the trellis needs length {shape[0]} (shape {list(shape)})",
             file=tensor.file,
             tensor=where,
+            numbers={"observed": math.prod(tensor.shape), "expected": shape[0]},
         )

@@ -57,8 +57,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
-        raise FormatValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    except (re.error, OverflowError, RecursionError) as error:  # the latter two of a count or a nesting out of reach
+        raise FormatValueError(f"pattern {pattern[:200]!r} is not a regular expression: {error}") from error
     lacking = {"layer", "expert", "projection"} - set(compiled.groupindex)
     if lacking:
         raise FormatValueError(f"pattern {pattern!r} lacks the groups {', '.join(sorted(lacking))}")
@@ -83,6 +83,8 @@ def match_expert(name: str, pattern: re.Pattern[str]) -> ExpertName | None:
     if match is None:
         return None
     layer, expert, word = match["layer"], match["expert"], match["projection"]
+    if layer is None or expert is None or word is None:  # a user's group may be optional
+        return None
     if not (layer.isdecimal() and expert.isdecimal()) or max(len(layer), len(expert)) > _MAX_DIGITS:
         return None
     projection = PROJECTION_NAMES.get(word) or next((known for known in Projection if known == word), None)

@@ -213,6 +213,17 @@ class FileArray(ArrayView):
             self._reader.read_into(self.entry.begin + offset, target[done : done + length], self.entry.name)
             done += length
 
+    def read_chunks(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of the tensor in order, in fresh arrays of at most `size` bytes; any dtype.
+
+        Raises:
+            FormatValueError: if the file changed or is short.
+        """
+        for begin in range(0, self.nbytes, size):
+            chunk = np.empty(min(size, self.nbytes - begin), dtype=np.uint8)
+            self._reader.read_into(self.entry.begin + begin, memoryview(chunk), self.entry.name)
+            yield chunk
+
     def _check_dtype(self) -> None:
         if self.entry.dtype not in _NUMPY_DTYPES:
             raise FormatTypeError(

@@ -12,7 +12,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trellis_format.errors import FormatNotFoundError, FormatValueError
 from trellis_format.files.strict_json import parse_json
@@ -34,10 +34,10 @@ DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 """Bits of an element of each safetensors dtype."""
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a shard: its dtype, shape, and where its bytes are in the file."""
 
     name: str
@@ -101,7 +101,8 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
         with os.fdopen(descriptor, "rb", closefd=False) as stream:
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise FormatValueError(f"{len(prefix)} bytes: too short for a safetensors header length", file=file)
+                text = f"{len(prefix)} bytes: too short for a safetensors header length"
+                raise FormatValueError(text, file=file, numbers={"observed": len(prefix), "expected": 8})
             length = int.from_bytes(prefix, "little")
             _check_length(length, status.st_size, file)
             raw = stream.read(length)
@@ -122,11 +123,14 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
 
 def _check_length(length: int, size: int, file: Path) -> None:
     if length > MAX_HEADER_BYTES:
-        raise FormatValueError(f"header of {length} bytes exceeds the bound of {MAX_HEADER_BYTES}", file=file)
+        text = f"header of {length} bytes exceeds the bound of {MAX_HEADER_BYTES}"
+        raise FormatValueError(text, file=file, numbers={"observed": length, "limit": MAX_HEADER_BYTES})
     if 8 + length > size:
-        raise FormatValueError(f"truncated: header of {length} bytes at offset 8 in a file of {size} bytes", file=file)
+        text = f"truncated: header of {length} bytes at offset 8 in a file of {size} bytes"
+        raise FormatValueError(text, file=file, numbers={"observed": size, "expected": 8 + length})
     if length < 2:
-        raise FormatValueError(f"header of {length} bytes is too short for a JSON object", file=file)
+        text = f"header of {length} bytes is too short for a JSON object"
+        raise FormatValueError(text, file=file, numbers={"observed": length, "expected": 2})
 
 
 def _metadata(value: Any, file: Path) -> dict[str, str]:
@@ -136,29 +140,35 @@ def _metadata(value: Any, file: Path) -> dict[str, str]:
 
 
 def _entry(name: str, value: Any, base: int, file: Path) -> TensorEntry:
-    def refuse(message: str) -> FormatValueError:
-        return FormatValueError(message, file=file, tensor=name)
+    def refuse(message: str, **numbers: int) -> FormatValueError:
+        return FormatValueError(message, file=file, tensor=name, numbers=numbers)
 
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+    if type(value) is not dict or value.keys() != _ENTRY_KEYS:
         raise refuse("header entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+    if type(dtype) is not str or dtype not in DTYPE_BITS:
         raise refuse(f"unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise refuse(f"shape must be at most {MAX_DIMENSIONS} integers in [0, 2^62], got {str(shape)[:80]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+    if not _are_sizes(offsets) or len(offsets) != 2:
         raise refuse(f"data_offsets must be two integers in [0, 2^62], got {str(offsets)[:80]}")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
-    expected, begin, end = bits // 8, offsets[0], offsets[1]
+    expected, (begin, end) = bits // 8, offsets
     if bits % 8 or expected > MAX_EXTENT:
         raise refuse(f"{dtype} {shape} is not a whole number of bytes below 2^62")
     if end - begin != expected:
-        raise refuse(f"data_offsets [{begin}, {end}] span {end - begin} bytes; {dtype} {shape} needs {expected}")
+        text = f"data_offsets [{begin}, {end}] span {end - begin} bytes; {dtype} {shape} needs {expected}"
+        raise refuse(text, observed=end - begin, expected=expected)
     return TensorEntry(name, dtype, tuple(shape), base + begin, base + end)
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_EXTENT
+def _are_sizes(values: Any) -> bool:
+    if type(values) is not list:
+        return False
+    for size in values:  # noqa: SIM110  # a header has a million of them, and a generator takes twice as long
+        if type(size) is not int or not 0 <= size <= MAX_EXTENT:
+            return False
+    return True
 
 
 def _check_cover(entries: dict[str, TensorEntry], base: int, size: int, file: Path) -> None:
@@ -170,8 +180,10 @@ def _check_cover(entries: dict[str, TensorEntry], base: int, size: int, file: Pa
                 f"data_offsets begin at {entry.begin - base}, expected {position - base}: {kind}",
                 file=file,
                 tensor=entry.name,
+                numbers={"observed": entry.begin - base, "expected": position - base},
             )
         position = entry.end
     if position != size:
         kind = "truncated" if position > size else "trailing bytes"
-        raise FormatValueError(f"{kind}: tensors end at byte {position}, the file has {size}", file=file)
+        text = f"{kind}: tensors end at byte {position}, the file has {size}"
+        raise FormatValueError(text, file=file, numbers={"observed": size, "expected": position})

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ MAX_NUMBER_CHARACTERS = 64
 # Possessive, and with an optional end, so that no input makes the scan go back.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# A number that may leave 64 bits or float64, inside a string too: such text takes the careful path.
+_LONG_NUMBERS = (b"0" * 19, b"0e")
+_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # one level down, one level up, as int8
+_STEP = np.zeros(256, dtype=np.int8)
+_STEP[list(b"[{]}")] = (1, 1, -1, -1)
+_SCAN_BYTES = 1 << 18  # of one step of a scan, which then stays in cache
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
@@ -75,37 +82,82 @@ def parse_json(data: bytes, *, file: str | os.PathLike[str] | None = None) -> An
             `MAX_JSON_VALUES`, repeat a key in one object, or hold a NaN, an infinity, an integer beyond 64 bits or
             half of a surrogate pair, which no text file can hold.
     """
-    _check_size(data, file)
+    simple = b"\\" not in data and not _has_long_number(data)
+    pairs = _check_size(data, file, simple=simple)
+    kept = _Counter()
+    value = _parse(data, file, {"object_hook": kept} if simple else _careful(file))
+    if simple and kept.pairs != pairs:  # the scanner keeps the last of repeated keys
+        value = _parse(data, file, _careful(file))
+    if _SURROGATE.search(data) and not _is_text(value):
+        raise FormatValueError("a string holds half of a surrogate pair, which is not text", file=file)
+    return value
+
+
+class _Counter:
+    """Counts the keys of parsed objects."""
+
+    def __init__(self) -> None:
+        self.pairs = 0
+
+    def __call__(self, parsed: dict[str, Any]) -> dict[str, Any]:
+        self.pairs += len(parsed)
+        return parsed
+
+
+def _careful(file: str | os.PathLike[str] | None) -> dict[str, Any]:
+    return {
+        "object_pairs_hook": lambda pairs: _unique(pairs, file),
+        "parse_int": lambda text: _bounded_int(text, file),
+        "parse_float": lambda text: _bounded_float(text, file),
+    }
+
+
+def _has_long_number(data: bytes) -> bool:
+    digits = data.translate(_DIGITS)
+    return any(pattern in digits for pattern in _LONG_NUMBERS)
+
+
+def _parse(data: bytes, file: str | os.PathLike[str] | None, hooks: dict[str, Any]) -> Any:
     try:
-        value = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=lambda pairs: _unique(pairs, file),
-            parse_constant=lambda text: _refuse_constant(text, file),
-            parse_int=lambda text: _bounded_int(text, file),
-            parse_float=lambda text: _bounded_float(text, file),
-        )
+        return json.loads(data.decode("utf-8"), parse_constant=lambda text: _refuse_constant(text, file), **hooks)
     except UnicodeDecodeError as error:
         raise FormatValueError(f"not UTF-8 at byte {error.start}", file=file) from error
     except json.JSONDecodeError as error:
         raise FormatValueError(f"not JSON: {error.msg} at byte {error.pos}", file=file) from error
     except RecursionError as error:
         raise FormatValueError(f"JSON nests deeper than {MAX_JSON_DEPTH}", file=file) from error
-    if _SURROGATE.search(data) and not _is_text(value):
-        raise FormatValueError("a string holds half of a surrogate pair, which is not text", file=file)
-    return value
 
 
-def _check_size(data: bytes, file: str | os.PathLike[str] | None) -> None:
+def _check_size(data: bytes, file: str | os.PathLike[str] | None, *, simple: bool) -> int:
+    """Hold text to the bounds; returns the number of keys where the text has no backslash."""
     opening = data.count(b"{") + data.count(b"[")
     values = opening + data.count(b",")
     if values > MAX_JSON_VALUES:
         raise FormatValueError(f"JSON of up to {values} values exceeds the bound of {MAX_JSON_VALUES}", file=file)
-    if opening <= MAX_JSON_DEPTH:
-        return
-    steps = np.frombuffer(_STRING.sub(b"", data).translate(_STEPS, _NOT_BRACKETS), dtype=np.int8)
-    depth = int(np.max(np.cumsum(steps, dtype=np.int32))) if steps.size else 0
+    depth, pairs = _scan(data) if simple else (opening, 0)
+    if not simple and opening > MAX_JSON_DEPTH:
+        steps = np.frombuffer(_STRING.sub(b"", data).translate(_STEPS, _NOT_BRACKETS), dtype=np.int8)
+        depth = int(np.max(np.cumsum(steps, dtype=np.int32))) if steps.size else 0
     if depth > MAX_JSON_DEPTH:
         raise FormatValueError(f"JSON nests {depth} deep, at most {MAX_JSON_DEPTH} is read", file=file)
+    return pairs
+
+
+def _scan(data: bytes) -> tuple[int, int]:
+    """Deepest nesting and number of keys of text without backslashes; what follows a first fault may be miscounted."""
+    level = deepest = pairs = 0
+    inside = False
+    for begin in range(0, len(data), _SCAN_BYTES):
+        block = np.frombuffer(data, dtype=np.uint8, count=min(_SCAN_BYTES, len(data) - begin), offset=begin)
+        within = np.logical_xor.accumulate(block == ord('"'))
+        outside = within if inside else ~within
+        inside ^= bool(within[-1])
+        pairs += int(np.count_nonzero((block == ord(":")) & outside))
+        steps = _STEP[block]
+        levels = level + np.cumsum(steps[(steps != 0) & outside], dtype=np.int64)
+        if levels.size:
+            deepest, level = max(deepest, int(np.max(levels))), int(levels[-1])
+    return deepest, pairs
 
 
 def _is_text(value: Any) -> bool:
@@ -119,8 +171,7 @@ def _is_text(value: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]], file: str | os.PathLike[str] | None) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise FormatValueError(f"duplicate key {repeated!r}", file=file)
     return result
 

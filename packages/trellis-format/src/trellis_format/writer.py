@@ -1,0 +1,335 @@
+"""Owns the writing of safetensors shards and of checkpoint directories: streamed, and complete or absent.
+
+It must not know what a tensor means beyond its dtype, shape and bytes.  A shard is written under a temporary name and
+renamed; a directory is filled under a temporary name beside its own and renamed, so that no reader meets half of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trellis_format.errors import FormatTypeError, FormatValueError
+from trellis_format.files.arrays import FileArray
+from trellis_format.files.header import DTYPE_BITS, MAX_HEADER_BYTES
+from trellis_format.files.strict_json import read_json
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Chunks",
+    "OutputDirectory",
+    "PlannedTensor",
+    "deal_shards",
+    "index_object",
+    "of_array",
+    "of_file",
+    "shard_name",
+    "write_shard",
+]
+
+CHUNK_BYTES = 8 << 20
+"""Bytes of tensor data that a writer holds at a time."""
+_PARTIAL = ".partial"
+_JOURNAL = ".trellis-progress.json"
+_LOCK = ".trellis-lock"
+_ALIGNMENT = 8  # header bytes are padded to it, so that tensor data starts aligned
+_DTYPE_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16",
+    "int32": "I32", "uint32": "U32", "float32": "F32", "int64": "I64", "uint64": "U64", "float64": "F64",
+}  # fmt: skip
+
+Chunks = Iterator["npt.NDArray[np.uint8] | int"]
+"""Bytes of a tensor in order: `[bytes] uint8` arrays, and ints n for n zero bytes."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that is yet to be written.
+
+    Attributes:
+        name: its name.
+        dtype: safetensors dtype.
+        shape: axis lengths.
+        chunks: makes an iterator over its bytes in order, `[bytes] uint8` arrays; an int n stands for n zero bytes,
+            which become a hole where the file system has them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Chunks]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+def of_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
+    """Plan an array in memory.
+
+    Raises:
+        FormatTypeError: if safetensors has no dtype for it.
+    """
+    if array.dtype.name not in _DTYPE_NAMES:
+        raise FormatTypeError(f"dtype {array.dtype} has no safetensors dtype", tensor=name)
+
+    def chunks() -> Chunks:
+        if array.size:
+            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+            yield little.reshape(-1).view(np.uint8)
+
+    return PlannedTensor(name, _DTYPE_NAMES[array.dtype.name], array.shape, chunks)
+
+
+def of_file(tensor: FileArray, name: str | None = None) -> PlannedTensor:
+    """Plan a copy of a tensor of a shard, byte for byte and in pieces of `CHUNK_BYTES`.
+
+    Args:
+        tensor: the tensor; its dtype may be one that numpy lacks.
+        name: another name for the copy.
+    """
+
+    def chunks() -> Chunks:
+        yield from tensor.read_chunks(CHUNK_BYTES)
+
+    return PlannedTensor(name or tensor.entry.name, tensor.entry.dtype, tensor.shape, chunks)
+
+
+def write_shard(
+    path: Path,
+    tensors: Sequence[PlannedTensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> int:
+    """Write one shard under a temporary name and rename it.
+
+    Args:
+        path: the file.
+        tensors: what it holds; they are laid out by falling element size, then in the given order.
+        metadata: strings for `__metadata__`.
+        on_bytes: told of each piece of tensor data that was written, in bytes.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        FormatValueError: if two tensors have one name, the header would exceed the bound of readers, a plan yields
+            more or fewer bytes than its shape needs, or the file cannot be written.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
+    header = _header(ordered, metadata, path)
+    temporary = path.with_name(path.name + _PARTIAL)
+    size = len(header) + sum(tensor.nbytes for tensor in ordered)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(header)
+            for tensor in ordered:
+                for chunk in _exact(tensor, path):
+                    if isinstance(chunk, int):
+                        stream.seek(chunk, os.SEEK_CUR)
+                    else:
+                        stream.write(chunk.data)
+                    if on_bytes is not None:
+                        on_bytes(chunk if isinstance(chunk, int) else chunk.nbytes)
+            stream.truncate(size)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return size
+
+
+def _header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str] | None, path: Path) -> bytes:
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for tensor in tensors:
+        if tensor.name in header:
+            raise FormatValueError("two tensors of one shard have this name", file=path, tensor=tensor.name)
+        end = offset + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise FormatValueError(
+            f"header of {len(encoded)} bytes exceeds the bound of {MAX_HEADER_BYTES}; write more shards", file=path
+        )
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _exact(tensor: PlannedTensor, path: Path) -> Chunks:
+    done = 0
+    for chunk in tensor.chunks():
+        done += chunk if isinstance(chunk, int) else chunk.nbytes
+        if done > tensor.nbytes:
+            break
+        yield chunk
+    if done != tensor.nbytes:
+        raise FormatValueError(
+            f"{tensor.dtype} {list(tensor.shape)} needs {tensor.nbytes} bytes, the plan gave {done} or more",
+            file=path,
+            tensor=tensor.name,
+        )
+
+
+def shard_name(number: int, count: int) -> str:
+    """File name of shard `number` (from 0) of `count`."""
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def deal_shards(tensors: Sequence[PlannedTensor], count: int) -> list[list[PlannedTensor]]:
+    """Deal tensors to at most `count` shards in runs of about equal bytes; no shard is empty.
+
+    Raises:
+        FormatValueError: if `count` is not positive.
+    """
+    if count < 1:
+        raise FormatValueError(f"{count} shards: at least 1 is needed")
+    share = sum(tensor.nbytes for tensor in tensors) / count
+    dealt: list[list[PlannedTensor]] = [[]]
+    done = 0
+    for tensor in tensors:
+        if dealt[-1] and len(dealt) < count and done >= share * len(dealt):
+            dealt.append([])
+        dealt[-1].append(tensor)
+        done += tensor.nbytes
+    return dealt
+
+
+def index_object(shards: Mapping[str, Iterable[PlannedTensor]]) -> dict[str, Any]:
+    """The JSON object of the index of shards by file name."""
+    return {
+        "metadata": {"total_size": sum(tensor.nbytes for shard in shards.values() for tensor in shard)},
+        "weight_map": {tensor.name: name for name, shard in shards.items() for tensor in shard},
+    }
+
+
+class OutputDirectory:
+    """A directory that appears when it is complete.
+
+    As a context manager it makes (or finds) a directory `.NAME.partial` beside its own and holds a lock on it; leaving
+    without an error renames it.  After an error it stays if `resumable`, and the next writer of the same `fingerprint`
+    finds the files that were complete; otherwise it is removed.
+
+    Args:
+        path: the directory; it must not exist, or be empty.
+        fingerprint: what the content follows from; a partial directory of another one is refused.
+        resumable: whether to keep a partial directory after an error.
+
+    Raises:
+        FormatValueError: if the path is the root; on entering, if the directory is there already, another process
+            writes it, a partial directory has another fingerprint, or something cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, fingerprint: str, resumable: bool = False) -> None:
+        self.path = Path(os.path.abspath(path))
+        if not self.path.name:
+            raise FormatValueError("a checkpoint cannot be written to the root directory", file=self.path)
+        self.partial = self.path.with_name(f".{self.path.name}{_PARTIAL}")
+        self._fingerprint = fingerprint
+        self._resumable = resumable
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                text = "already exists; name a directory that does not, or an empty one"
+                raise FormatValueError(text, file=self.path)
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._check_journal()
+        except OSError as error:
+            self._drop_lock()
+            raise FormatValueError(f"cannot be written: {error.strerror or error}", file=self.path) from error
+        except FormatValueError:
+            self._drop_lock()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                for name in (_JOURNAL, _LOCK):
+                    (self.partial / name).unlink()
+                self.partial.rename(self.path)
+            elif not self._resumable:
+                shutil.rmtree(self.partial, ignore_errors=True)
+        except OSError as failure:
+            raise FormatValueError(f"cannot be written: {failure.strerror or failure}", file=self.path) from failure
+        finally:
+            self._drop_lock()
+
+    def file(self, name: str) -> Path:
+        """Path at which a file of the directory is written."""
+        return self.partial / name
+
+    def has(self, name: str) -> bool:
+        """Whether a file is complete: files get their own name when they are."""
+        return self.file(name).exists()
+
+    def write_json(self, name: str, value: object) -> None:
+        """Write a JSON file under a temporary name and rename it.
+
+        Raises:
+            FormatValueError: if it cannot be written.
+        """
+        self.write_bytes(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a small file under a temporary name and rename it.
+
+        Raises:
+            FormatValueError: if it cannot be written.
+        """
+        path = self.file(name)
+        temporary = path.with_name(path.name + _PARTIAL)
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(path)
+        except OSError as error:
+            raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FormatValueError("another process is writing it", file=self.path) from error
+
+    def _drop_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check_journal(self) -> None:
+        journal = self.file(_JOURNAL)
+        if not self._resumable:  # what a killed writer left is of no use
+            for stale in self.partial.iterdir():
+                if stale.name != _LOCK:
+                    stale.unlink()
+        if journal.exists():
+            found = read_json(journal)
+            if found != {"fingerprint": self._fingerprint}:
+                raise FormatValueError(
+                    f"{self.partial} is left from another conversion; remove it to start afresh", file=self.path
+                )
+        else:
+            self.write_json(_JOURNAL, {"fingerprint": self._fingerprint})
