@@ -5,11 +5,15 @@ Any bits are a legal tile, so codes are uniform noise; the rates that mix are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+import torch
 from safetensors.numpy import save_file
 
 from trellis_format.activations import Activation
@@ -18,10 +22,11 @@ from trellis_format.codebooks import get_codebook
 from trellis_format.exl3.adapter import trellis_from_exl3
 from trellis_format.exl3.layers import find_layer
 from trellis_format.extent import BLOCK, SLOT, TrellisExtent
-from trellis_format.files.arrays import MemoryArray
+from trellis_format.files.arrays import ArrayView, MemoryArray
 from trellis_format.rate_table import RateTable
 from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource, TrellisWeights
+from trellis_prep import PreparedExperts, pinned, slots
 
 MIXED = ("1", "2.5", "4", "8")
 """K of the linears of a mixed layer, taken in turn over experts and projections."""
@@ -143,3 +148,90 @@ def open_layer(path: Path, index: int = 0) -> tuple[Checkpoint, TrellisSource, T
     """A checkpoint and one of its layers, codes left in the file."""
     checkpoint = open_checkpoint(path)
     return checkpoint, *trellis_from_exl3(find_layer(checkpoint, index))
+
+
+def weights_of(prepared: PreparedExperts) -> Layer:
+    """What a prepared share holds, as a layer that covers its extent: for the float64 reference."""
+    source = dataclasses.replace(
+        prepared.source,
+        layout=CodeLayout.EXL3_LINEAR,
+        extent=prepared.extent,
+        biased=tuple(projection for projection in Projection if projection in prepared.biases),
+    )
+    inputs, outputs = prepared.input_scales.cpu().numpy(), prepared.output_scales.cpu().numpy()
+    projections = range(len(source.geometry.projections))
+    return source, TrellisWeights(
+        codes=tuple(
+            tuple(MemoryArray(prepared.tiles(expert, index)[0].cpu().numpy()) for index in projections)
+            for expert in range(source.geometry.num_experts)
+        ),
+        rate=source.rates.rate_bytes(),
+        input_scales=inputs[0] if source.shared_input_scales else inputs,
+        intermediate_scales=prepared.intermediate_scales.cpu().numpy(),
+        output_scales=outputs[0] if source.shared_output_scales else outputs,
+        biases={projection: bias.cpu().numpy() for projection, bias in prepared.biases.items()},
+    )
+
+
+def random_tokens(source: TrellisSource, tokens: int = 5, top_k: int = 2, seed: int = 1) -> tuple[Any, Any, Any]:
+    """X `[tokens, hidden]`, ids and weights `[tokens, top_k]`; one id is no expert."""
+    rng = np.random.default_rng(seed)
+    experts = source.geometry.num_experts
+    ids = rng.integers(0, experts, (tokens, top_k))
+    ids[0, -1] = -1
+    return rng.standard_normal((tokens, source.geometry.hidden_size)), ids, rng.random((tokens, top_k))
+
+
+class HookedArray(ArrayView):
+    """A view that calls a hook before each read; the hook may raise, or change the file below."""
+
+    def __init__(self, inner: ArrayView, hook: Callable[[], None]) -> None:
+        self.inner, self.hook = inner, hook
+        self.shape, self.dtype = inner.shape, inner.dtype
+
+    def read(self) -> npt.NDArray[Any]:
+        self.hook()
+        return self.inner.read()
+
+    def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
+        self.hook()
+        self.inner.read_box(box, out)
+
+
+def hooked(layer: Layer, expert: int, projection: int, hook: Callable[[], None]) -> Layer:
+    """A layer whose read of one linear calls a hook first."""
+    source, weights = layer
+    rows = [list(row) for row in weights.codes]
+    rows[expert][projection] = HookedArray(rows[expert][projection], hook)
+    return source, dataclasses.replace(weights, codes=tuple(tuple(row) for row in rows))
+
+
+class FakeCudart:
+    """CUDA's registration of host memory, counted."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.held: dict[int, int] = {}
+        self.registered: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
+        assert address % 4096 == 0
+        assert address not in self.held
+        if not self.status:
+            self.held[address] = nbytes
+            self.registered.append(nbytes)
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
+        del self.held[address]
+        return 0
+
+
+def lock_on_cpu(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> FakeCudart:
+    """Let preparation on a CPU register its slots as for a GPU, with a fake runtime."""
+    fake = FakeCudart(status)
+    monkeypatch.setattr(pinned, "_cudart", lambda: fake)
+    monkeypatch.setattr(pinned, "_clear_error", lambda device: None)
+    ring = slots.HostBuffer
+    monkeypatch.setattr(slots, "HostBuffer", lambda nbytes, device: ring(nbytes, device=torch.device("cuda", 0)))
+    return fake

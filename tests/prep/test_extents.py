@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trellis_prep import PrepTypeError, PrepValueError, even_extents, rank_extent
+from trellis_format.extent import TrellisExtent
+from trellis_prep import PrepTypeError, PrepValueError, check_extent, even_extents, rank_extent
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,46 @@ def test_numbers_must_be_ints(bad: object) -> None:
         even_extents(256, bad)  # type: ignore[arg-type]
     with pytest.raises(PrepTypeError, match="rank must be an int"):
         rank_extent(256, bad, 2)  # type: ignore[arg-type]
+
+
+def test_ranks_beyond_the_blocks_may_be_empty_at_the_end() -> None:
+    extents = even_extents(384, 5, allow_empty=True)
+    assert [(extent.first_channel, extent.width) for extent in extents] == [
+        (0, 128),
+        (128, 128),
+        (256, 128),
+        (384, 0),
+        (384, 0),
+    ]
+    assert rank_extent(384, 4, 5, allow_empty=True) == extents[4]
+    assert even_extents(384, 3, allow_empty=True) == even_extents(384, 3)
+    with pytest.raises(PrepValueError, match="0 ranks"):
+        even_extents(384, 0, allow_empty=True)
+
+
+def slots(first: int, count: int) -> TrellisExtent:
+    return TrellisExtent(global_intermediate_size=3072, first_slot=first, slot_count=count)
+
+
+@pytest.mark.parametrize("extent", [(0, 96), (0, 48), (48, 48), (44, 4), (48, 0)])
+def test_legal_extents_are_given_back(extent: tuple[int, int]) -> None:
+    barriers = [] if extent == (0, 96) else [48]
+    assert check_extent(slots(*extent), barriers=barriers) == slots(*extent)
+
+
+@pytest.mark.parametrize(
+    ("extent", "nearest"), [((2, 4), r"0\.\.8"), ((4, 3), r"4\.\.8"), ((1, 1), r"0\.\.4"), ((95, 1), r"92\.\.96")]
+)
+def test_misaligned_extent_names_the_nearest(extent: tuple[int, int], nearest: str) -> None:
+    with pytest.raises(PrepValueError, match=rf"first slot {extent[0]} and count {extent[1]} .* 4 slots; .*{nearest}"):
+        check_extent(slots(*extent))
+
+
+def test_crossing_extent_names_the_barrier() -> None:
+    with pytest.raises(PrepValueError, match=r"barrier at slot 48; nearest legal: 40\.\.48 or 48\.\.56"):
+        check_extent(slots(40, 16), barriers=[60, 48])
+
+
+def test_extent_is_no_bare_number() -> None:
+    with pytest.raises(PrepTypeError, match="must be a TrellisExtent, got int"):
+        check_extent(384)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from prep.samples import (
 )
 from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
-from trellis_format.source import CodeLayout
+from trellis_format.transform import ExpertTransform
 from trellis_prep import (
     PreparedExperts,
     PrepUnsupportedError,
@@ -100,9 +100,13 @@ def test_progress_ends_at_all_bytes() -> None:
     seen: list[tuple[int, int]] = []
     staging = TrellisStaging(max_experts=2)
     prepare(*layer, staging=staging, progress=lambda done, total: seen.append((done, total)))
+    total = plan_layout(layer[0]).total_bytes
+    assert seen[-1] == (total, total)
+    assert {of for _, of in seen} == {total}
+    done = [number for number, _ in seen]
+    assert done == sorted(set(done))
     sizes = [layer[0].expert_code_bytes(expert) for expert in range(5)]
-    total = sum(sizes)
-    assert seen == [(sum(sizes[:2]), total), (sum(sizes[:4]), total), (total, total)]
+    assert done[-3:] == [total - sum(sizes[2:]), total - sizes[4], total]
 
 
 def test_empty_share_is_prepared_without_codes(layer: Layer) -> None:
@@ -146,34 +150,11 @@ def test_file_cut_short_after_it_was_opened_is_named(tmp_path: Path) -> None:
             prepare(source, weights)
 
 
-def test_file_cut_short_in_the_middle_is_named_with_its_tensor(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, random_layer(experts=4, rates=("3",)))
-    checkpoint, source, weights = open_layer(path)
-    shard = path / "model.safetensors"
-    staging = TrellisStaging(max_experts=1)
-
-    def cut(done: int, total: int) -> None:
-        if done < total:
-            os.truncate(shard, 10_000)
-
-    with checkpoint, pytest.raises(FormatValueError, match=r"experts\.1\.gate_proj\.trellis: truncated"):
-        prepare(source, weights, staging=staging, progress=cut)
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [("xpu9000", "not a device"), ("meta", "must be cpu or cuda, got meta"), ("cuda:99", "cuda:99 is not there")],
-)
-def test_device_that_cannot_be_used_is_refused(device: str, message: str) -> None:
-    with pytest.raises(PrepValueError, match=message):
-        prepare(*random_layer(), device=device)
-
-
-def test_slot_major_codes_are_refused_before_anything_is_read() -> None:
-    source, weights = random_layer()
-    slots = dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR)
-    with pytest.raises(PrepUnsupportedError, match="slot-major"):
-        prepare(slots, weights)
+def test_an_intermediate_hadamard_is_refused_before_anything_is_read() -> None:
+    source, weights = random_layer(hidden=512, joint=True)
+    changed = dataclasses.replace(source, expert_transform=ExpertTransform())
+    with pytest.raises(PrepUnsupportedError, match="ExpertTransform"):
+        prepare(changed, weights)
 
 
 @pytest.mark.gpu

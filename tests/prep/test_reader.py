@@ -10,7 +10,7 @@ import pytest
 
 from prep.samples import expected_tiles, extent_of, linears, open_layer, random_layer, write_checkpoint
 from trellis_format.errors import FormatValueError
-from trellis_format.source import CodeLayout
+from trellis_format.transform import ExpertTransform
 from trellis_prep import PrepUnsupportedError
 from trellis_prep.reader import read_linear
 
@@ -66,8 +66,8 @@ def test_buffer_of_another_size_is_refused() -> None:
         read_linear(*layer, 0, 0, extent_of(384, 0, 1), np.empty(16, dtype=np.uint8))
 
 
-def test_slot_major_codes_are_not_supported() -> None:
-    source, weights = random_layer()
-    slots = dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR)
-    with pytest.raises(PrepUnsupportedError, match=r"slot-major .* supported: exl3-linear"):
-        read_linear(slots, weights, 0, 0, source.extent, np.empty(0, dtype=np.uint8))
+def test_layers_under_an_intermediate_hadamard_are_not_supported() -> None:
+    source, weights = random_layer(hidden=512, joint=True)
+    changed = dataclasses.replace(source, expert_transform=ExpertTransform())
+    with pytest.raises(PrepUnsupportedError, match=r"ExpertTransform.* cannot be prepared"):
+        read_linear(changed, weights, 0, 0, source.extent, np.empty(0, dtype=np.uint8))

@@ -1,17 +1,13 @@
-"""Holds batching to its bound, and slots to being lent for one copy."""
+"""Holds batching to its bound."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trellis_prep import PrepError, PrepTypeError, PrepValueError, TrellisStaging
-from trellis_prep.staging import POISON_BYTE, StagingRing, plan_batches
-
-CPU = torch.device("cpu")
+from trellis_prep import PrepTypeError, PrepValueError, TrellisStaging
+from trellis_prep.staging import plan_batches, plan_slots
 
 
 def test_bound_is_64_experts_and_64_mib_unless_said() -> None:
@@ -72,43 +68,17 @@ def test_no_experts_need_no_slots() -> None:
     assert (plan.batches, plan.slots, plan.slot_bytes) == ((), 0, 0)
 
 
-def test_slots_are_lent_in_turn_and_poisoned_after() -> None:
-    ring = StagingRing(2, 8, device=CPU, poison=True)
-    assert ring.nbytes == 16
-    target = torch.full((6,), 0xEE, dtype=torch.uint8)
-    with ring.lend() as first:
-        first[:] = np.arange(8)
-        ring.copy(target, 2)
-    assert target.tolist() == [2, 3, 4, 5, 6, 7]
-    assert (first == POISON_BYTE).all()
-    with ring.lend() as second:
-        assert not np.shares_memory(first, second)
-    with ring.lend() as third:
-        assert np.shares_memory(first, third)
-    ring.drain()
+@given(nbytes=st.integers(1, 5000), max_bytes=st.integers(16, 4000))
+def test_slots_for_tables_fit_the_bound(nbytes: int, max_bytes: int) -> None:
+    slots, slot_bytes = plan_slots(nbytes, TrellisStaging(max_bytes=max_bytes))
+    assert slots in (1, 2)
+    assert 0 < slots * slot_bytes <= max_bytes
+    assert slot_bytes % 16 == 0
+    assert slot_bytes < nbytes + 16, "a slot is no larger than what it moves"
+    assert slots == 2 or (slot_bytes >= min(nbytes, 16) and (slot_bytes >= nbytes or max_bytes < 32))
 
 
-def test_slot_is_given_back_on_an_error() -> None:
-    ring = StagingRing(1, 8, device=CPU)
-    with pytest.raises(KeyError), ring.lend():
-        raise KeyError
-    with ring.lend() as slot:
-        assert slot.size == 8
-
-
-def test_slot_is_lent_once_at_a_time() -> None:
-    ring = StagingRing(1, 8, device=CPU)
-    with ring.lend(), pytest.raises(PrepError, match="lent once"), ring.lend():
-        pass
-
-
-@pytest.mark.gpu
-def test_pinned_slot_is_poisoned_only_after_its_copy() -> None:
-    ring = StagingRing(2, 1 << 24, device=torch.device("cuda", 0), poison=True)
-    targets = [torch.zeros(1 << 24, dtype=torch.uint8, device="cuda") for _ in range(6)]
-    for number, target in enumerate(targets):
-        with ring.lend() as slot:
-            slot.fill(number + 1)
-            ring.copy(target, 0)
-    ring.drain()
-    assert [target.unique().tolist() for target in targets] == [[number + 1] for number in range(6)]
+@pytest.mark.parametrize("max_bytes", [1, 15])
+def test_bound_below_an_element_is_insufficient(max_bytes: int) -> None:
+    with pytest.raises(PrepValueError, match=rf"{max_bytes} bytes is insufficient: .* at least 16 bytes"):
+        plan_slots(100, TrellisStaging(max_bytes=max_bytes))

@@ -1,56 +1,58 @@
-"""Holds the tables of a share to the rows and channels of the layer's arrays."""
+"""Holds the rows of a share's tables to the rows and channels of the layer's arrays."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from prep.samples import extent_of, random_layer
 from trellis_format.source import Projection
 from trellis_prep import plan_layout
-from trellis_prep.tables import move_tables
-
-CPU = torch.device("cpu")
+from trellis_prep.tables import table_rows
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(0, 3), (0, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("experts", [1, 3])
-def test_tables_are_slices(first: int, blocks: int, shared: bool, experts: int) -> None:
+def test_rows_are_slices(first: int, blocks: int, shared: bool, experts: int) -> None:
     source, weights = random_layer(experts=experts, shared=shared, biased=True)
     channels = slice(first * 128, (first + blocks) * 128)
-    layout = plan_layout(source, extent_of(384, first, blocks))
-    tables = move_tables(weights, layout, CPU)
-    rows = 1 if shared else experts
-    np.testing.assert_array_equal(tables.input_scales, weights.input_scales.reshape(rows, 2, 256))
-    np.testing.assert_array_equal(tables.output_scales, weights.output_scales.reshape(rows, 256))
-    np.testing.assert_array_equal(tables.intermediate_scales, weights.intermediate_scales[:, :, channels])
+    rows = table_rows(weights, plan_layout(source, extent_of(384, first, blocks)))
+    count = 1 if shared else experts
+    np.testing.assert_array_equal(rows["input_scales"], weights.input_scales.reshape(2 * count, 256))
+    np.testing.assert_array_equal(rows["output_scales"], weights.output_scales.reshape(count, 256))
+    expected = np.stack([weights.intermediate_scales[e, p, channels] for e in range(experts) for p in range(3)])
+    np.testing.assert_array_equal(rows["intermediate_scales"], expected)
     for projection in (Projection.GATE, Projection.UP):
-        np.testing.assert_array_equal(tables.biases[projection], weights.biases[projection][:, channels])
-    assert (Projection.DOWN in tables.biases) == (first == 0)
+        np.testing.assert_array_equal(rows[f"bias.{projection}"], weights.biases[projection][:, channels])
+    assert ("bias.down" in rows) == (first == 0)
     if first == 0:
-        np.testing.assert_array_equal(tables.biases[Projection.DOWN], weights.biases[Projection.DOWN])
+        np.testing.assert_array_equal(rows["bias.down"], weights.biases[Projection.DOWN])
+
+
+@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_fill_the_planned_tables(block: int, gated: bool) -> None:
+    source, weights = random_layer(biased=True, gated=gated)
+    layout = plan_layout(source, extent_of(384, block, 1))
+    rows = table_rows(weights, layout)
+    assert {name: array.nbytes for name, array in rows.items()} == layout.table_bytes
+    assert {name: str(array.dtype) for name, array in rows.items()} == {t.name: t.dtype for t in layout.tables}
 
 
 def test_descriptors_are_offset_and_doubled_rate() -> None:
     source, weights = random_layer()
     layout = plan_layout(source)
-    descriptors = move_tables(weights, layout, CPU).descriptors
-    assert descriptors.dtype == torch.int64
+    rows = table_rows(weights, layout)["descriptors"]
     for expert in range(3):
         for projection in range(3):
-            expected = [layout.offsets[expert, projection], source.rates.rate(expert, projection).half_bits]
-            assert descriptors[expert, projection].tolist() == expected
+            half_bits = source.rates.rate(expert, projection).half_bits
+            assert rows[3 * expert + projection].tolist() == [layout.offsets[expert, projection], half_bits]
 
 
-def test_tables_own_their_storage() -> None:
+def test_large_tables_are_views() -> None:
     source, weights = random_layer(biased=True)
-    tables = move_tables(weights, plan_layout(source), CPU)
-    kept = {name: array.copy() for name, array in weights.scale_arrays().items()}
-    for array in weights.scale_arrays().values():
-        array.fill(7.0)
-    np.testing.assert_array_equal(tables.input_scales, kept["input_scales"])
-    np.testing.assert_array_equal(tables.intermediate_scales, kept["intermediate_scales"])
-    np.testing.assert_array_equal(tables.output_scales, kept["output_scales"])
-    np.testing.assert_array_equal(tables.biases[Projection.DOWN], kept["bias.down"])
+    rows = table_rows(weights, plan_layout(source, extent_of(384, 1, 1)))
+    for name, array in weights.scale_arrays().items():
+        if name != "bias.down":
+            assert np.shares_memory(rows[name], array), name

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["PrepError", "PrepTypeError", "PrepUnsupportedError", "PrepValueError"]
+from trellis_format.errors import FormatValueError
+
+__all__ = [
+    "PrepDeviceError",
+    "PrepError",
+    "PrepMemoryError",
+    "PrepReadError",
+    "PrepStateError",
+    "PrepTypeError",
+    "PrepUnsupportedError",
+    "PrepValueError",
+]
 
 
 class PrepError(Exception):
@@ -19,3 +30,25 @@ class PrepTypeError(PrepError, TypeError):
 
 class PrepUnsupportedError(PrepError, NotImplementedError):
     """Well formed and deliberately not handled."""
+
+
+class PrepStateError(PrepError, RuntimeError):
+    """A call at the wrong moment: a slot that is not lent, or preparation while a CUDA graph is captured."""
+
+
+class PrepMemoryError(PrepError, MemoryError):
+    """Memory could not be had; the message has the bytes, what they were for, and where."""
+
+
+class PrepDeviceError(PrepError, RuntimeError):
+    """A copy to the device failed; the message has what was copied."""
+
+
+class PrepReadError(PrepValueError, FormatValueError):
+    """A weight could not be read; the message has file and tensor where they exist, and expert and projection.
+
+    Attributes:
+        message: what is wrong, without the file and the tensor.
+        file: path of the file at fault, or None.
+        tensor: name of the tensor at fault, or None.
+    """

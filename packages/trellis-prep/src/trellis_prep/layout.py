@@ -7,6 +7,7 @@ multiple of 16 bytes at every rate.  Offsets are 64-bit, since a bank may exceed
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +16,34 @@ import numpy.typing as npt
 from trellis_format.extent import TrellisExtent
 from trellis_format.rates import TILE
 from trellis_format.source import Projection, TrellisSource
-from trellis_prep.errors import PrepValueError
+from trellis_prep.errors import PrepTypeError, PrepValueError
 
-__all__ = ["LAYOUT_VERSION", "PreparedLayout", "plan_layout"]
+__all__ = ["LAYOUT_VERSION", "WORD_BYTES", "PreparedLayout", "TensorSpec", "plan_layout"]
 
 LAYOUT_VERSION = 1
 """Version of the device layout; bumped with any change of meaning."""
 WORD_BYTES = 4
+"""Bytes of a word of codes."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One prepared tensor.
+
+    Attributes:
+        name: "codes", or that of a table.
+        shape: axis lengths.
+        dtype: "int32", "int64" or "float16".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +56,7 @@ class PreparedLayout:
         offsets: `[experts, projections] int64`, first 32-bit word of each linear.
         half_bits: `[experts, projections] int64`, 2K of each linear.
         code_words: 32-bit words of all codes.
-        table_bytes: bytes of scales, biases and descriptors, by name.
+        tables: descriptors, scales and biases.
     """
 
     source: TrellisSource
@@ -42,7 +64,17 @@ class PreparedLayout:
     offsets: npt.NDArray[np.int64]
     half_bits: npt.NDArray[np.int64]
     code_words: int
-    table_bytes: dict[str, int]
+    tables: tuple[TensorSpec, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Codes and tables."""
+        return (TensorSpec("codes", (self.code_words,), "int32"), *self.tables)
+
+    @property
+    def table_bytes(self) -> dict[str, int]:
+        """Bytes of each table by name."""
+        return {table.name: table.nbytes for table in self.tables}
 
     @property
     def code_bytes(self) -> int:
@@ -52,21 +84,25 @@ class PreparedLayout:
     @property
     def total_bytes(self) -> int:
         """Bytes of codes and tables."""
-        return self.code_bytes + sum(self.table_bytes.values())
-
-    @property
-    def holds_down_bias(self) -> bool:
-        """Whether this share adds the down bias: the one that begins at channel 0, so that the sum has it once."""
-        return self.extent.first_channel == 0 and self.extent.width > 0
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def matrix(self, projection: int) -> tuple[int, int]:
         """(k, n) of the rank's share of a linear, in channels; `projection` is an index."""
         return local_matrix(self.source, self.extent, projection)
 
     def linear_words(self, expert: int, projection: int) -> int:
-        """32-bit words of the rank's share of one linear."""
+        """32-bit words of the rank's share of one linear; both arguments are indices."""
         k, n = self.matrix(projection)
         return k * n // TILE**2 * int(self.half_bits[expert, projection]) * TILE // WORD_BYTES
+
+    def linear_bytes(self, expert: int, projection: int) -> int:
+        """Bytes of the rank's share of one linear; both arguments are indices."""
+        return self.linear_words(expert, projection) * WORD_BYTES
+
+    def expert_bytes(self) -> list[int]:
+        """Bytes of the codes of each expert."""
+        experts, projections = self.half_bits.shape
+        return [sum(self.linear_bytes(expert, index) for index in range(projections)) for expert in range(experts)]
 
 
 def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> PreparedLayout:
@@ -77,24 +113,28 @@ def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> P
         extent: the share of the intermediate axis (default: all that the source covers).
 
     Raises:
+        PrepTypeError: if an argument has the wrong type.
         PrepValueError: if the extent is of another axis or outside the source's.
         FormatValueError: if the extent cuts a Hadamard block.
     """
-    share = extent or source.extent
+    if not isinstance(source, TrellisSource):
+        raise PrepTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
+    share = source.extent if extent is None else extent
     check_inside(share, source.extent)
     experts, projections = source.geometry.num_experts, len(source.geometry.projections)
     half_bits = np.array(
         [[source.rates.rate(expert, index).half_bits for index in range(projections)] for expert in range(experts)],
         dtype=np.int64,
     )
-    tiles = np.array(
-        [k * n // TILE**2 for k, n in (local_matrix(source, share, index) for index in range(projections))]
-    )
+    sizes = [local_matrix(source, share, index) for index in range(projections)]
+    tiles = np.array([k * n // TILE**2 for k, n in sizes], dtype=np.int64)
     words = half_bits * tiles * (TILE // WORD_BYTES)
     flat = np.ascontiguousarray(words.T).reshape(-1)
     starts = np.concatenate(([0], np.cumsum(flat)))
     offsets = np.ascontiguousarray(starts[:-1].reshape(projections, experts).T)
-    return PreparedLayout(source, share, offsets, half_bits, int(starts[-1]), _table_bytes(source, share))
+    for array in (offsets, half_bits):
+        array.setflags(write=False)
+    return PreparedLayout(source, share, offsets, half_bits, int(starts[-1]), tuple(_tables(source, share)))
 
 
 def local_matrix(source: TrellisSource, extent: TrellisExtent, projection: int) -> tuple[int, int]:
@@ -108,9 +148,12 @@ def check_inside(extent: TrellisExtent, whole: TrellisExtent) -> None:
     """Accept a share of what the weights cover, cut at Hadamard blocks.
 
     Raises:
+        PrepTypeError: if it is not a `TrellisExtent`.
         PrepValueError: if it is of another axis or reaches outside.
         FormatValueError: if it cuts a Hadamard block.
     """
+    if not isinstance(extent, TrellisExtent):
+        raise PrepTypeError(f"extent must be a TrellisExtent, got {type(extent).__name__}")
     if extent.global_intermediate_size != whole.global_intermediate_size:
         raise PrepValueError(
             f"extent is of an axis of {extent.global_intermediate_size} channels, the weights of one of "
@@ -124,20 +167,24 @@ def check_inside(extent: TrellisExtent, whole: TrellisExtent) -> None:
     extent.check_blocks()
 
 
-def _table_bytes(source: TrellisSource, extent: TrellisExtent) -> dict[str, int]:
+def holds_down_bias(extent: TrellisExtent) -> bool:
+    """Whether a share adds the down bias: the one that begins at channel 0, so that the sum has it once."""
+    return extent.first_channel == 0 and extent.width > 0
+
+
+def _tables(source: TrellisSource, extent: TrellisExtent) -> list[TensorSpec]:
     geometry = source.geometry
     experts, projections, hidden = geometry.num_experts, len(geometry.projections), geometry.padded_hidden_size
     inputs = 1 if source.joint_input_scales else projections - 1
-    half = 2
-    tables = {
-        "input_scales": (1 if source.shared_input_scales else experts) * inputs * hidden * half,
-        "intermediate_scales": experts * projections * extent.width * half,
-        "output_scales": (1 if source.shared_output_scales else experts) * hidden * half,
-        "descriptors": experts * projections * 2 * 8,
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_scales": (1 if source.shared_input_scales else experts, inputs, hidden),
+        "intermediate_scales": (experts, projections, extent.width),
+        "output_scales": (1 if source.shared_output_scales else experts, hidden),
     }
     for projection in source.biased:
         if projection is not Projection.DOWN:
-            tables[f"bias.{projection}"] = experts * extent.width * half
-        elif extent.first_channel == 0 and extent.width:
-            tables[f"bias.{projection}"] = experts * hidden * half
-    return tables
+            shapes[f"bias.{projection}"] = (experts, extent.width)
+        elif holds_down_bias(extent):
+            shapes[f"bias.{projection}"] = (experts, hidden)
+    descriptors = TensorSpec("descriptors", (experts, projections, 2), "int64")
+    return [descriptors, *(TensorSpec(name, shape, "float16") for name, shape in shapes.items())]

@@ -6,22 +6,27 @@ a CPU destination takes the same path as a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_prep.errors import PrepValueError
-from trellis_prep.layout import WORD_BYTES, PreparedLayout, plan_layout
+from trellis_prep.checks import check_weights
+from trellis_prep.devices import allocate, resolve_device
+from trellis_prep.lanes import open_lane
+from trellis_prep.loads import share_loads
+from trellis_prep.plan import PreparationPlan, plan_preparation
 from trellis_prep.prepared import PreparedExperts
-from trellis_prep.reader import check_layout, read_linear
-from trellis_prep.staging import Batch, StagingRing, TrellisStaging, plan_batches
-from trellis_prep.tables import move_tables
+from trellis_prep.slots import SlotRing
+from trellis_prep.staging import TrellisStaging
+from trellis_prep.transfer import Load, transfer
 
-__all__ = ["prepare"]
+__all__ = ["Progress", "fill_tensors", "prepare"]
 
 Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), in the caller's thread."""
 
 
 def prepare(
@@ -36,90 +41,87 @@ def prepare(
 ) -> PreparedExperts:
     """Put a rank's share of a layer on a device.
 
+    It reads the share's bytes and no others, holds at most `staging.max_bytes` of them on the host, and needs no
+    device memory beyond the prepared tensors.  When it returns, every byte has arrived.  When it raises, also on an
+    interrupt from the keyboard, everything that it took is free again.
+
     Args:
         source: the layer.
         weights: its arrays.
         device: destination, "cpu" (default) or a CUDA device.
         staging: bounds on host slots; default 64 experts and 64 MiB.
         extent: the share of the intermediate axis (default: all that the weights cover).
-        progress: called with (bytes done, bytes in all) after each batch of codes.
+        progress: called with (bytes done, bytes in all) after each slot's copies were issued.
         poison: overwrite staging slots after their release, to find late readers.
 
     Raises:
-        PrepValueError: if the device cannot be used, the extent does not fit, or an expert exceeds the staging bound
-            (before anything is allocated); names both numbers.
+        PrepTypeError: if an argument, or an array of the weights, has the wrong type.
         PrepUnsupportedError: if the codes' layout cannot be prepared.
-        FormatValueError: if a file is short or changed while it is read.
+        PrepValueError: if the device cannot be used, the extent or the weights do not fit the source, or an expert
+            exceeds the staging bound ("insufficient", before anything is allocated); names both numbers.
+        FormatValueError: if the extent cuts a Hadamard block.
+        PrepReadError: if a file is short, changed or unreadable; names file, tensor, expert and projection.
+        PrepMemoryError: if memory runs out on the host or the device; names what for.
+        PrepDeviceError: if a copy fails.
+        PrepStateError: if a CUDA graph is being captured.
     """
-    check_layout(source)
-    target = _destination(device)
-    bounds = staging or TrellisStaging()
-    layout = plan_layout(source, extent)
-    experts = source.geometry.num_experts
-    expert_words = [
-        sum(layout.linear_words(expert, index) for index in range(len(source.geometry.projections)))
-        for expert in range(experts)
-    ]
-    batches = plan_batches([words * WORD_BYTES for words in expert_words], bounds)
-    codes = torch.empty(layout.code_words, dtype=torch.int32, device=target)
-    tables = move_tables(weights, layout, target)
-    if layout.code_words:
-        ring = StagingRing(batches.slots, batches.slot_bytes, device=target, poison=poison)
-        if ring.nbytes > bounds.max_bytes:
-            raise PrepValueError(f"staging slots of {ring.nbytes} bytes exceed the bound of {bounds.max_bytes}")
-        _stream_codes(source, weights, layout, batches.batches, ring, codes, progress)
-    return PreparedExperts(
-        layout=layout,
-        codes=codes,
-        descriptors=tables.descriptors,
-        input_scales=tables.input_scales,
-        intermediate_scales=tables.intermediate_scales,
-        output_scales=tables.output_scales,
-        biases=tables.biases,
+    plan = plan_preparation(source, extent=extent, staging=staging)
+    check_weights(source, weights)
+    target = resolve_device(device)
+    return fill_tensors(
+        plan, target, lambda tensors: share_loads(plan, weights, tensors), progress=progress, poison=poison
     )
 
 
-def _stream_codes(
-    source: TrellisSource,
-    weights: TrellisWeights,
-    layout: PreparedLayout,
-    batches: tuple[Batch, ...],
-    ring: StagingRing,
-    codes: torch.Tensor,
-    progress: Progress | None,
-) -> None:
-    flat = codes.view(torch.uint8)
-    done = 0
+def fill_tensors(
+    plan: PreparationPlan,
+    device: torch.device,
+    loads: Callable[[Mapping[str, torch.Tensor]], Iterable[Load]],
+    *,
+    progress: Progress | None = None,
+    poison: bool = False,
+) -> PreparedExperts:
+    """Allocate prepared tensors and fill them through a ring of slots.
+
+    Args:
+        plan: tensors, slots and bound.
+        device: destination.
+        loads: gives, for the destinations by name, loads that together write each of their bytes once.
+        progress: see `prepare`.
+        poison: see `prepare`.
+
+    Raises:
+        PrepMemoryError: if memory runs out.
+        PrepDeviceError: if a copy fails.
+        BaseException: what a load or `progress` raised; everything is freed first.
+    """
+    total, done = plan.layout.total_bytes, 0
+
+    def moved(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    tensors: dict[str, torch.Tensor] = {}
     try:
-        for batch in batches:
-            with ring.lend() as slot:
-                filled = 0
-                for projection in range(len(source.geometry.projections)):
-                    first = filled
-                    for expert in range(batch.first, batch.end):
-                        nbytes = layout.linear_words(expert, projection) * WORD_BYTES
-                        read_linear(source, weights, expert, projection, layout.extent, slot[filled : filled + nbytes])
-                        filled += nbytes
-                    place = int(layout.offsets[batch.first, projection]) * WORD_BYTES
-                    ring.copy(flat[place : place + filled - first], first)
-            done += batch.nbytes
-            if progress is not None:
-                progress(done, layout.code_bytes)
-    finally:
-        ring.drain()  # a copy in flight must not outlive its slot, on success or failure
+        tensors |= allocate(plan.layout, device)
+        ring_device = device if device.type == "cuda" else None
+        with SlotRing(plan.slots, plan.slot_bytes, device=ring_device, poison=poison) as ring:
+            assert ring.nbytes <= plan.staging.max_bytes  # the plan's arithmetic
+            transfer(loads(tensors), ring, open_lane(device), moved)
+        assert done == total  # the loads' arithmetic
+    except BaseException as error:
+        tensors.clear()
+        _release_frames(error)
+        raise
+    return PreparedExperts.of(plan.layout, tensors)
 
 
-def _destination(device: torch.device | str | None) -> torch.device:
-    try:
-        target = torch.device(device if device is not None else "cpu")
-    except RuntimeError as error:
-        raise PrepValueError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from error
-    if target.type not in ("cpu", "cuda"):
-        raise PrepValueError(f"device must be cpu or cuda, got {target.type}")
-    if target.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0 or (target.index or 0) >= count:
-            raise PrepValueError(f"device {target} is not there: {count} CUDA devices are visible")
-        if target.index is None:
-            target = torch.device("cuda", torch.cuda.current_device())
-    return target
+def _release_frames(error: BaseException | None) -> None:
+    """Empty the frames that an exception and its causes hold: one that is kept must not keep device memory."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__  # not __context__, which may be an error that the caller was handling

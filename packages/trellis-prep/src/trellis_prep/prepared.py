@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from trellis_format.extent import TrellisExtent
-from trellis_format.rates import Rate
+from trellis_format.rates import TILE, Rate
 from trellis_format.source import Projection, TrellisSource
 from trellis_prep.layout import PreparedLayout
 
 __all__ = ["PreparedExperts"]
+
+_BIAS = "bias."
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,23 @@ class PreparedExperts:
     output_scales: torch.Tensor
     biases: dict[Projection, torch.Tensor]
 
+    @classmethod
+    def of(cls, layout: PreparedLayout, tensors: Mapping[str, torch.Tensor]) -> PreparedExperts:
+        """Put tensors together by the names of `layout.tensors`."""
+        return cls(
+            layout=layout,
+            codes=tensors["codes"],
+            descriptors=tensors["descriptors"],
+            input_scales=tensors["input_scales"],
+            intermediate_scales=tensors["intermediate_scales"],
+            output_scales=tensors["output_scales"],
+            biases={
+                Projection(name.removeprefix(_BIAS)): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(_BIAS)
+            },
+        )
+
     @property
     def source(self) -> TrellisSource:
         """The layer."""
@@ -52,10 +72,18 @@ class PreparedExperts:
         return self.codes.device
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Codes and tables by the names of `layout.tensors`."""
+        named = {
+            name: getattr(self, name)
+            for name in ("codes", "descriptors", "input_scales", "intermediate_scales", "output_scales")
+        }
+        return named | {f"{_BIAS}{projection}": tensor for projection, tensor in self.biases.items()}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.codes, self.descriptors, self.input_scales, self.intermediate_scales, self.output_scales)
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *self.biases.values()))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def tiles(self, expert: int, projection: int) -> tuple[torch.Tensor, Rate]:
         """One linear's codes and rate.
@@ -67,4 +95,4 @@ class PreparedExperts:
         k, n = self.layout.matrix(projection)
         first = int(self.layout.offsets[expert, projection])
         words = self.codes[first : first + self.layout.linear_words(expert, projection)]
-        return words.view(torch.int16).view(k // 16, n // 16, rate.tile_words16), rate
+        return words.view(torch.int16).view(k // TILE, n // TILE, rate.tile_words16), rate

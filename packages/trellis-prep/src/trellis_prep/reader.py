@@ -1,25 +1,18 @@
-"""Owns the read of one linear's share into a host buffer.  It must not know slots or devices."""
+"""Owns the read of one linear's share into a host buffer.  It must not know devices, nor how codes lie."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from trellis_format.errors import FormatError
 from trellis_format.extent import TrellisExtent
-from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
-from trellis_prep.errors import PrepUnsupportedError
+from trellis_format.slots import read_linear_into
+from trellis_format.source import TrellisSource, TrellisWeights
+from trellis_prep.checks import check_layout
+from trellis_prep.errors import PrepMemoryError, PrepReadError
 
-__all__ = ["check_layout", "read_linear"]
-
-
-def check_layout(source: TrellisSource) -> None:
-    """Accept codes that can be read here.
-
-    Raises:
-        PrepUnsupportedError: if they lie in another layout than `exl3-linear`.
-    """
-    if source.layout is not CodeLayout.EXL3_LINEAR:
-        raise PrepUnsupportedError(f"codes in {source.layout} layout cannot be prepared; supported: exl3-linear")
+__all__ = ["read_linear"]
 
 
 def read_linear(
@@ -41,13 +34,17 @@ def read_linear(
         out: `[bytes] uint8`, exactly the share's bytes.
 
     Raises:
-        PrepUnsupportedError: if the codes' layout cannot be read here.
-        FormatValueError: if the file is short or changed; names file and tensor.
+        PrepUnsupportedError: if the layer cannot be prepared.
+        PrepReadError: if the file is short, changed or unreadable; names file, tensor, expert and projection.
+        PrepMemoryError: if memory runs out while reading; names them too.
     """
     check_layout(source)
-    view = weights.code_view(expert, projection)
-    first, end = (channel - source.extent.first_channel for channel in (extent.first_channel, extent.end_channel))
-    share, whole = slice(first // 16, end // 16), [slice(0, size) for size in view.shape]
-    axis = 0 if source.geometry.projections[projection] is Projection.DOWN else 1
-    whole[axis] = share
-    view.read_box(tuple(whole), out)
+    where = f"expert {expert} {source.geometry.projections[projection]}"
+    try:
+        read_linear_into(source, weights, expert, projection, extent, out)
+    except FormatError as error:
+        raise PrepReadError(f"{where}: {error.message}", file=error.file, tensor=error.tensor) from error
+    except OSError as error:
+        raise PrepReadError(f"{where}: cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise PrepMemoryError(f"{where}: memory ran out while {out.size} bytes were read") from error

@@ -1,27 +1,17 @@
-"""Owns the byte bound of preparation: how experts are batched, and the ring of host slots they pass through.
-
-It must not know what the bytes mean.  A slot is lent for one copy: it is taken empty, filled, copied from, and given
-back; the ring waits for the copy's event before it lends the slot again.
-"""
+"""Owns the byte bound of preparation, and how a layer is cut to stay within it.  It must not know what bytes mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
-import torch
+from trellis_prep.errors import PrepTypeError, PrepValueError
 
-from trellis_prep.errors import PrepError, PrepTypeError, PrepValueError
-
-__all__ = ["Batch", "StagingRing", "TrellisStaging", "plan_batches"]
+__all__ = ["Batch", "BatchPlan", "TrellisStaging", "plan_batches", "plan_slots"]
 
 MIB = 1 << 20
-POISON_BYTE = 0xA5
-"""What a released slot is filled with when the ring poisons, so that a late reader is seen."""
+_SLOT_GRAIN = 16  # bytes of the largest element that a slot's start must suit
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batches of a layer and the slots they need."""
+    """The batches of a layer, and the slots they need: how many, and the bytes of each."""
 
     batches: tuple[Batch, ...]
     slots: int
@@ -95,82 +85,30 @@ def plan_batches(expert_bytes: Sequence[int], staging: TrellisStaging) -> BatchP
             size = 0
         size += nbytes
     cuts.append(len(expert_bytes))
-    batches = tuple(Batch(first, end, sum(expert_bytes[first:end])) for first, end in pairwise(cuts) if end > first)
-    slots = min(slots, len(batches))
-    return BatchPlan(batches, slots, max((batch.nbytes for batch in batches), default=0))
+    spans = [(first, end) for first, end in pairwise(cuts) if end > first]
+    batches = tuple(Batch(first, end, sum(expert_bytes[first:end])) for first, end in spans)
+    return BatchPlan(batches, min(slots, len(batches)), max((batch.nbytes for batch in batches), default=0))
 
 
-class _Slot:
-    def __init__(self, nbytes: int, pinned: bool) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.array: npt.NDArray[np.uint8] = self.tensor.numpy()
-        self.copied: torch.cuda.Event | None = None
-        self.lent = False
-
-
-class StagingRing:
-    """A ring of host slots, lent in turn.
+def plan_slots(nbytes: int, staging: TrellisStaging) -> tuple[int, int]:
+    """Slots for bytes that may be cut anywhere between elements.
 
     Args:
-        slots: how many.
-        slot_bytes: bytes of each.
-        device: where copies go; slots are pinned for a CUDA device.
-        poison: whether a slot is overwritten after its release.
+        nbytes: bytes to move.
+        staging: the bounds.
+
+    Returns:
+        How many slots, and the bytes of each, a multiple of 16.
+
+    Raises:
+        PrepValueError: if the bound is below one element ("insufficient").
     """
-
-    def __init__(self, slots: int, slot_bytes: int, *, device: torch.device, poison: bool = False) -> None:
-        self._slots = [_Slot(slot_bytes, device.type == "cuda") for _ in range(slots)]
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]  # torch's own
-        self._poison = poison
-        self._turn = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.tensor.numel() for slot in self._slots)
-
-    @contextmanager
-    def lend(self) -> Iterator[npt.NDArray[np.uint8]]:
-        """Lend the next slot as `[slot_bytes] uint8`; waits until its last copy is done.
-
-        Raises:
-            PrepError: if the slot is lent already.
-        """
-        slot = self._slots[self._turn]
-        if slot.lent:
-            raise PrepError("a staging slot is lent once at a time")
-        self._await(slot)
-        slot.lent = True
-        try:
-            yield slot.array
-        finally:
-            slot.lent = False
-            self._turn = (self._turn + 1) % len(self._slots)
-            if self._stream is not None:
-                slot.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
-                slot.copied.record(self._stream)
-            elif self._poison:
-                slot.array.fill(POISON_BYTE)
-
-    def copy(self, target: torch.Tensor, first: int) -> None:
-        """Copy bytes of the slot that is lent now, from byte `first`, into `target` (`[bytes] uint8`)."""
-        slot = self._slots[self._turn]
-        part = slot.tensor[first : first + target.numel()]
-        if self._stream is None:
-            target.copy_(part)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(part, non_blocking=True)
-
-    def drain(self) -> None:
-        """Wait for every copy, and make the current stream of the device wait too."""
-        for slot in self._slots:
-            self._await(slot)
-
-    def _await(self, slot: _Slot) -> None:
-        if slot.copied is not None:
-            slot.copied.synchronize()
-            slot.copied = None
-            if self._poison:
-                slot.array.fill(POISON_BYTE)
+    grains = staging.max_bytes // _SLOT_GRAIN
+    if not grains:
+        raise PrepValueError(
+            f"staging of {staging.max_bytes} bytes is insufficient: tables are moved in pieces of at least "
+            f"{_SLOT_GRAIN} bytes"
+        )
+    needed = -(-nbytes // _SLOT_GRAIN)
+    slots = 2 if grains >= 2 and grains // 2 < needed else 1
+    return slots, min(grains // slots, needed) * _SLOT_GRAIN

@@ -1,63 +1,49 @@
 """Owns a rank's scales, biases and descriptors: which rows and channels of the layer's arrays they are.
 
-It must not know codes or staging.
+It must not know codes, staging or devices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from trellis_format.source import Projection, TrellisWeights
-from trellis_prep.layout import PreparedLayout
+from trellis_prep.layout import PreparedLayout, holds_down_bias
 
-__all__ = ["PreparedTables", "move_tables"]
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedTables:
-    """The tables of `PreparedExperts`, by the same names."""
-
-    descriptors: torch.Tensor
-    input_scales: torch.Tensor
-    intermediate_scales: torch.Tensor
-    output_scales: torch.Tensor
-    biases: dict[Projection, torch.Tensor]
+__all__ = ["table_rows"]
 
 
-def move_tables(weights: TrellisWeights, layout: PreparedLayout, device: torch.device) -> PreparedTables:
-    """Copy a rank's tables to its device.
+def table_rows(weights: TrellisWeights, layout: PreparedLayout) -> dict[str, npt.NDArray[Any]]:
+    """The rank's part of each table, as rows.
 
     Args:
         weights: the layer's arrays.
         layout: the share.
-        device: destination.
+
+    Returns:
+        `[rows, channels]` by the names of `layout.tables`: views of the weights' arrays where those are contiguous,
+        in the row order of the prepared table.
     """
-    source = layout.source
-    first = layout.extent.first_channel - source.extent.first_channel
-    local = slice(first, first + layout.extent.width)
-    biases: dict[Projection, torch.Tensor] = {}
+    origin = layout.source.extent.first_channel
+    local = slice(layout.extent.first_channel - origin, layout.extent.end_channel - origin)
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "descriptors": np.stack((layout.offsets, layout.half_bits), axis=-1),
+        "input_scales": weights.input_scales,
+        "intermediate_scales": weights.intermediate_scales,
+        "output_scales": weights.output_scales,
+    }
+    rows = {name: _as_rows(array) for name, array in arrays.items()}
+    rows["intermediate_scales"] = rows["intermediate_scales"][:, local]
     for projection, bias in weights.biases.items():
         if projection is not Projection.DOWN:
-            biases[projection] = _to_device(bias[:, local], device)
-        elif layout.holds_down_bias:
-            biases[projection] = _to_device(bias, device)
-    return PreparedTables(
-        descriptors=_to_device(np.stack((layout.offsets, layout.half_bits), axis=-1), device),
-        input_scales=_to_device(_with_experts(weights.input_scales, source.shared_input_scales), device),
-        intermediate_scales=_to_device(weights.intermediate_scales[:, :, local], device),
-        output_scales=_to_device(_with_experts(weights.output_scales, source.shared_output_scales), device),
-        biases=biases,
-    )
+            rows[f"bias.{projection}"] = bias[:, local]
+        elif holds_down_bias(layout.extent):
+            rows[f"bias.{projection}"] = bias
+    return rows
 
 
-def _with_experts(scales: npt.NDArray[np.float16], shared: bool) -> npt.NDArray[np.float16]:
-    return scales[None] if shared else scales
-
-
-def _to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, order="C")).to(device)  # a copy: prepared tables own their storage
+def _as_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return array.reshape(-1, array.shape[-1])

@@ -1,0 +1,126 @@
+"""Owns the checks that weights are what their source says, before anything is allocated.  It must not read codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trellis_format.files.arrays import ArrayView
+from trellis_format.rates import TILE
+from trellis_format.slots import row_bytes
+from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
+from trellis_prep.errors import PrepTypeError, PrepUnsupportedError, PrepValueError
+from trellis_prep.layout import local_matrix
+
+__all__ = ["check_layout", "check_weights"]
+
+
+def check_layout(source: TrellisSource) -> None:
+    """Accept codes that can be prepared.
+
+    Raises:
+        PrepTypeError: if `source` is not a `TrellisSource`.
+        PrepUnsupportedError: if the experts were quantised under an intermediate Hadamard, whose signs no prepared
+            table holds.
+    """
+    if not isinstance(source, TrellisSource):
+        raise PrepTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
+    if source.expert_transform is not None:
+        raise PrepUnsupportedError(
+            f"experts under {source.expert_transform} cannot be prepared; supported: without one"
+        )
+
+
+def check_weights(source: TrellisSource, weights: TrellisWeights) -> None:
+    """Accept weights whose shapes, dtypes and rates are those that the source describes.
+
+    Raises:
+        PrepTypeError: if `weights` is not `TrellisWeights`, or an array has another dtype.
+        PrepValueError: if a shape, a rate or the set of biases differs; names the array, expert and projection, and
+            both values.
+    """
+    if not isinstance(weights, TrellisWeights):
+        raise PrepTypeError(f"weights must be TrellisWeights, got {type(weights).__name__}")
+    _check_codes(source, weights)
+    _check_rates(source, weights.rate)
+    if set(weights.biases) != set(source.biased):
+        raise PrepValueError(
+            f"weights have biases for {', '.join(sorted(weights.biases)) or 'no projection'}, the source says "
+            f"{', '.join(sorted(source.biased)) or 'none'}"
+        )
+    expected = _table_shapes(source)
+    for name, array in weights.scale_arrays().items():
+        if array.dtype != np.float16:
+            raise PrepTypeError(f"{name} must be float16, got {array.dtype}")
+        if array.shape != expected[name]:
+            raise PrepValueError(f"{name} must be {list(expected[name])}, got {list(array.shape)}")
+
+
+def _check_codes(source: TrellisSource, weights: TrellisWeights) -> None:
+    geometry = source.geometry
+    table = weights.codes
+    if source.layout is CodeLayout.SLOT_MAJOR:
+        _check_rows(source, table)
+        return
+    if not isinstance(table, tuple):
+        raise PrepTypeError(f"codes must be one array per expert and projection, got {type(table).__name__}")
+    counts = {len(row) for row in table}
+    if len(table) != geometry.num_experts or counts != {len(geometry.projections)}:
+        raise PrepValueError(
+            f"codes are of {len(table)} experts x {sorted(counts)} projections, the source has "
+            f"{geometry.num_experts} x {len(geometry.projections)}"
+        )
+    for expert, row in enumerate(table):
+        for index, view in enumerate(row):
+            k, n = local_matrix(source, source.extent, index)
+            shape = (k // TILE, n // TILE, source.rates.rate(expert, index).tile_words16)
+            where = f"codes of expert {expert} {geometry.projections[index]}"
+            if view.dtype != np.int16:
+                raise PrepTypeError(f"{where} must be int16, got {view.dtype}")
+            if tuple(view.shape) != shape:
+                raise PrepValueError(f"{where} must be {list(shape)} [k_tiles, n_tiles, 16*K], got {list(view.shape)}")
+
+
+def _check_rows(source: TrellisSource, codes: object) -> None:
+    if not isinstance(codes, ArrayView):
+        raise PrepTypeError(f"slot-major codes must be one array, got {type(codes).__name__}")
+    if codes.dtype != np.uint8:
+        raise PrepTypeError(f"slot-major codes must be uint8, got {codes.dtype}")
+    shape = (source.extent.slot_count, row_bytes(source))
+    if tuple(codes.shape) != shape:
+        raise PrepValueError(f"slot-major codes must be {list(shape)} [slots, row_bytes], got {list(codes.shape)}")
+
+
+def _check_rates(source: TrellisSource, rate: npt.NDArray[Any]) -> None:
+    if rate.dtype != np.uint8:
+        raise PrepTypeError(f"rate must be uint8, got {rate.dtype}")
+    experts, projections = source.geometry.num_experts, len(source.geometry.projections)
+    if rate.shape not in ((1,), (experts,), (1, projections), (experts, projections)):
+        raise PrepValueError(
+            f"rate must be [1], [{experts}] or [{experts}, {projections}] bytes, got {list(rate.shape)}"
+        )
+    for expert in range(experts):
+        row = rate[expert if rate.shape[0] > 1 else 0]
+        for index in range(projections):
+            observed, stated = int(row if rate.ndim == 1 else row[index]), source.rates.rate(expert, index)
+            if observed != stated.nibble * 17:
+                raise PrepValueError(
+                    f"expert {expert} {source.geometry.projections[index]}: observed rate byte 0x{observed:02x}, the "
+                    f"source states K = {stated}, which is 0x{stated.nibble * 17:02x}"
+                )
+
+
+def _table_shapes(source: TrellisSource) -> dict[str, tuple[int, ...]]:
+    geometry, width = source.geometry, source.extent.width
+    experts, projections, hidden = geometry.num_experts, len(geometry.projections), geometry.padded_hidden_size
+    inputs = 1 if source.joint_input_scales else projections - 1
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_scales": (inputs, hidden) if source.shared_input_scales else (experts, inputs, hidden),
+        "intermediate_scales": (experts, projections, width),
+        "output_scales": (hidden,) if source.shared_output_scales else (experts, hidden),
+    }
+    for projection in source.biased:
+        shapes[f"bias.{projection}"] = (experts, hidden if projection is Projection.DOWN else width)
+    return shapes

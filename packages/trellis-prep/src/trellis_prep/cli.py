@@ -1,0 +1,244 @@
+"""Owns the command `trellis-prep`: its arguments, exit codes and streams.  It must not know how bytes move.
+
+Exit codes: 0 when everything was prepared or planned, 1 when a layer could not be, 2 when the checkpoint cannot be
+opened or the command is used wrongly, 130 after an interrupt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+import torch
+
+from trellis_format.checkpoint import Checkpoint, open_checkpoint
+from trellis_format.errors import FormatError
+from trellis_format.exl3.layers import LayerKey
+from trellis_format.source import TrellisSource, TrellisWeights
+from trellis_format.text import printable
+from trellis_format.version import version
+from trellis_prep.cache import PreparedCache
+from trellis_prep.cli_report import LayerRow, ProgressLine, RunReport, write_text
+from trellis_prep.devices import resolve_device
+from trellis_prep.errors import PrepError
+from trellis_prep.extents import check_index
+from trellis_prep.measure import Meter
+from trellis_prep.plan import PreparationPlan, plan_preparation
+from trellis_prep.prepare import prepare
+from trellis_prep.staging import TrellisStaging
+from trellis_prep.survey import open_layers, parse_layers, rank_share, read_sample, select_layers
+
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_OK", "EXIT_UNUSABLE", "main"]
+
+EXIT_OK = 0
+"""Every layer was prepared or planned."""
+EXIT_FAILED = 1
+"""A layer could not be."""
+EXIT_UNUSABLE = 2
+"""The checkpoint cannot be opened, or the command is used wrongly."""
+EXIT_INTERRUPTED = 130
+"""Interrupted from the keyboard."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: those of the command line, without the program; default: `sys.argv`.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        _keep_printing(stream)
+    try:
+        staging = TrellisStaging(max_experts=options.max_experts, max_bytes=options.max_bytes)
+        device = resolve_device(options.device)
+        check_index("--tp-rank", options.tp_rank, options.tp_size)
+        checkpoint = open_checkpoint(options.checkpoint)
+        keys = select_layers(checkpoint, options.layers)
+    except (PrepError, FormatError) as error:
+        return _complain(str(error), EXIT_UNUSABLE)
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    try:
+        with checkpoint:
+            report = (_plan if options.dry_run else _run)(options, checkpoint, keys, staging, device)
+    except (PrepError, FormatError) as error:
+        return _complain(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted; everything that was taken is free again", EXIT_INTERRUPTED)
+    if options.json:
+        return _emit(lambda: sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n"))
+    return _emit(lambda: write_text(report, sys.stdout))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trellis-prep",
+        description="Share the experts of a checkpoint over ranks and stream a share to its device.",
+        epilog="exit codes: 0 done, 1 a layer cannot be prepared, 2 the checkpoint cannot be opened, 130 interrupted",
+    )
+    parser.add_argument("--version", action="version", version=f"trellis-prep {version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "prepare",
+        help="prepare a rank's share of each layer and say what it took; --dry-run says what it will take",
+        description="Prepare a rank's share layer by layer, each freed before the next, and say what it took.",
+    )
+    defaults = TrellisStaging()
+    command.add_argument("--checkpoint", required=True, metavar="DIR", help="folder with safetensors files")
+    command.add_argument("--layers", type=_layers, metavar="LIST", help="layers such as 0-3,7; default: all")
+    command.add_argument("--tp-size", type=int, default=1, metavar="W", help="ranks that share the intermediate axis")
+    command.add_argument("--tp-rank", type=int, default=0, metavar="R", help="the rank to prepare for")
+    command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: cpu")
+    command.add_argument(
+        "--max-bytes", type=int, default=defaults.max_bytes, metavar="N", help="bytes of all host slots together"
+    )
+    command.add_argument(
+        "--max-experts", type=int, default=defaults.max_experts, metavar="N", help="experts of a batch"
+    )
+    command.add_argument("--cache", metavar="DIR", help="folder of prepared shares to read from and add to")
+    command.add_argument("--dry-run", action="store_true", help="plan, and read one expert to expect a time")
+    command.add_argument("--json", action="store_true", help="write JSON, and nothing else, to stdout")
+    return parser
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return parse_layers(text)
+    except PrepError as error:
+        raise argparse.ArgumentTypeError(printable(str(error))) from error
+
+
+def _plan(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    keys: Sequence[LayerKey],
+    staging: TrellisStaging,
+    device: torch.device,
+) -> RunReport:
+    plans: list[tuple[LayerKey, PreparationPlan]] = []
+    sample = (0, 0.0)
+    for key, source, weights in open_layers(checkpoint, keys):
+        plan = _plan_layer(options, source, staging)
+        plans.append((key, plan))
+        if not sample[0]:
+            sample = read_sample(plan, weights)
+    pace = sample[1] / sample[0] if sample[0] else None
+    rows = [_row(key, plan, None if pace is None else pace * plan.layout.total_bytes) for key, plan in plans]
+    return _report(options, device, staging, rows, sample)
+
+
+def _run(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    keys: Sequence[LayerKey],
+    staging: TrellisStaging,
+    device: torch.device,
+) -> RunReport:
+    cache = PreparedCache(options.cache) if options.cache else None
+    rows = []
+    for number, (key, source, weights) in enumerate(open_layers(checkpoint, keys), start=1):
+        plan = _plan_layer(options, source, staging)
+        if sys.stderr.isatty():
+            sys.stderr.write(f"layer {key.index}, {number} of {len(keys)}\n")
+        rows.append(_prepare_layer(key, plan, weights, device, cache))
+    return _report(options, device, staging, rows, (0, 0.0))
+
+
+def _plan_layer(options: argparse.Namespace, source: TrellisSource, staging: TrellisStaging) -> PreparationPlan:
+    return plan_preparation(source, extent=rank_share(source, options.tp_rank, options.tp_size), staging=staging)
+
+
+def _prepare_layer(
+    key: LayerKey,
+    plan: PreparationPlan,
+    weights: TrellisWeights,
+    device: torch.device,
+    cache: PreparedCache | None,
+) -> LayerRow:
+    line = ProgressLine(sys.stderr, plan.layout.total_bytes)
+    run = prepare if cache is None else cache.prepare
+    try:
+        with Meter(device) as meter:
+            run(
+                plan.layout.source,
+                weights,
+                device=device,
+                staging=plan.staging,
+                extent=plan.layout.extent,
+                progress=lambda done, _: line.update(done),
+            )
+    finally:
+        line.finish()
+    measured = meter.measured
+    assert measured is not None  # the context ended without an error
+    return _row(key, plan, measured.seconds, *measured.above(plan.layout.total_bytes))
+
+
+def _row(
+    key: LayerKey, plan: PreparationPlan, seconds: float | None, host: int | None = None, device: int | None = None
+) -> LayerRow:
+    extent = plan.layout.extent
+    return LayerRow(
+        layer=key.index,
+        path=key.prefix,
+        first_channel=extent.first_channel,
+        channels=extent.width,
+        owners=plan.owners,
+        staging_bytes=plan.host_bytes,
+        seconds=seconds,
+        host_peak_above_weights=host,
+        device_peak_above_weights=device,
+    )
+
+
+def _report(
+    options: argparse.Namespace,
+    device: torch.device,
+    staging: TrellisStaging,
+    rows: Sequence[LayerRow],
+    sample: tuple[int, float],
+) -> RunReport:
+    return RunReport(
+        checkpoint=str(options.checkpoint),
+        device=str(device),
+        tp_rank=options.tp_rank,
+        tp_size=options.tp_size,
+        max_bytes=staging.max_bytes,
+        dry_run=options.dry_run,
+        sampled_bytes=sample[0],
+        sampled_seconds=sample[1],
+        layers=tuple(rows),
+    )
+
+
+def _emit(write: Callable[[], object]) -> int:
+    """Write to stdout; a reader that stopped reading is no failure."""
+    try:
+        write()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer must not fail again when the interpreter flushes it
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())
+        os.close(sink)
+    return EXIT_OK
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"trellis-prep: {printable(message)}\n")
+    return code
+
+
+def _keep_printing(stream: TextIO) -> None:
+    """Escape what the stream's encoding lacks: a foreign name must not end the report."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")

@@ -1,0 +1,88 @@
+"""Owns what passes through the slots for a rank's share: which bytes are read, and where each of them goes.
+
+It must not know threads or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trellis_format.source import TrellisWeights
+from trellis_prep.lanes import Move
+from trellis_prep.layout import WORD_BYTES
+from trellis_prep.plan import PreparationPlan
+from trellis_prep.reader import read_linear
+from trellis_prep.staging import Batch
+from trellis_prep.tables import table_rows
+from trellis_prep.transfer import Load, Read
+
+__all__ = ["share_loads"]
+
+
+def share_loads(plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping[str, torch.Tensor]) -> Iterator[Load]:
+    """The loads of a share: its tables, then its codes, batch by batch.
+
+    Args:
+        plan: the share, its batches and slots.
+        weights: the layer's arrays.
+        tensors: destinations by the names of `plan.layout.tensors`, contiguous.
+
+    Yields:
+        Loads that fit a slot of the plan; together they write every byte of every tensor once.
+    """
+    for name, rows in table_rows(weights, plan.layout).items():
+        yield from _table_loads(name, rows, flat_bytes(tensors[name]), plan.slot_bytes)
+    codes = flat_bytes(tensors["codes"])
+    for batch in plan.batches:
+        yield _batch_load(plan, weights, batch, codes)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's storage as `[bytes] uint8`, a view."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _batch_load(plan: PreparationPlan, weights: TrellisWeights, batch: Batch, codes: torch.Tensor) -> Load:
+    layout = plan.layout
+    reads: list[Read] = []
+    moves = []
+    filled = 0
+    for projection in range(layout.offsets.shape[1]):
+        first = filled
+        for expert in range(batch.first, batch.end):
+            nbytes = layout.linear_bytes(expert, projection)
+            fill = partial(read_linear, layout.source, weights, expert, projection, layout.extent)
+            reads.append(Read(filled, nbytes, fill))
+            filled += nbytes
+        # experts of a batch are neighbours in the layout too, so their codes of one projection go in one copy
+        place = int(layout.offsets[batch.first, projection]) * WORD_BYTES
+        moves.append(Move(first, codes[place : place + filled - first]))
+    return Load(f"codes of experts {batch.first}..{batch.end}", tuple(reads), tuple(moves))
+
+
+def _table_loads(name: str, rows: npt.NDArray[Any], target: torch.Tensor, slot_bytes: int) -> Iterator[Load]:
+    """Whole rows where a slot holds one, else parts of a row."""
+    count, columns = rows.shape
+    if not rows.size:
+        return
+    width = min(columns, slot_bytes // rows.itemsize)
+    height = max(slot_bytes // (columns * rows.itemsize), 1)
+    for top in range(0, count, height):
+        for left in range(0, columns, width):
+            part = rows[top : top + height, left : left + width]
+            place = (top * columns + left) * rows.itemsize
+            yield Load(
+                f"{name} of rows {top}..{top + part.shape[0]}",
+                (Read(0, part.nbytes, partial(_copy_rows, part)),),
+                (Move(0, target[place : place + part.nbytes]),),
+            )
+
+
+def _copy_rows(rows: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
+    np.copyto(out.view(rows.dtype).reshape(rows.shape), rows)

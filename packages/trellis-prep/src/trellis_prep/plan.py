@@ -1,0 +1,78 @@
+"""Owns the plan of a preparation: every byte by its owner, and the staging, before anything moves or is allocated.
+
+It must not know weights or devices: a source and bounds are enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trellis_format.extent import TrellisExtent
+from trellis_format.source import TrellisSource
+from trellis_prep.checks import check_layout
+from trellis_prep.errors import PrepTypeError
+from trellis_prep.layout import PreparedLayout, plan_layout
+from trellis_prep.staging import Batch, TrellisStaging, plan_batches, plan_slots
+
+__all__ = ["PreparationPlan", "plan_preparation"]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparationPlan:
+    """What a preparation will take.
+
+    Attributes:
+        layout: the share, and its bytes.
+        staging: the bounds.
+        batches: consecutive experts whose codes pass through one slot.
+        slots: host slots.
+        slot_bytes: bytes of each.
+    """
+
+    layout: PreparedLayout
+    staging: TrellisStaging
+    batches: tuple[Batch, ...]
+    slots: int
+    slot_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host ring; at most the bound."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def device_temporary_bytes(self) -> int:
+        """Device bytes beyond the prepared tensors: none, since stored tile order is the prepared one."""
+        return 0
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Bytes of codes and of each table, by name; their sum is `layout.total_bytes`."""
+        return {tensor.name: tensor.nbytes for tensor in self.layout.tensors}
+
+
+def plan_preparation(
+    source: TrellisSource, *, extent: TrellisExtent | None = None, staging: TrellisStaging | None = None
+) -> PreparationPlan:
+    """Plan the preparation of a rank's share.
+
+    Args:
+        source: the layer.
+        extent: the share of the intermediate axis (default: all that the source covers).
+        staging: bounds (default: 64 experts and 64 MiB).
+
+    Raises:
+        PrepTypeError: if an argument has the wrong type.
+        PrepUnsupportedError: if the codes' layout cannot be prepared.
+        PrepValueError: if the extent does not fit, or an expert exceeds the bound ("insufficient"); names both numbers.
+        FormatValueError: if the extent cuts a Hadamard block.
+    """
+    check_layout(source)
+    bounds = TrellisStaging() if staging is None else staging
+    if not isinstance(bounds, TrellisStaging):
+        raise PrepTypeError(f"staging must be a TrellisStaging, got {type(bounds).__name__}")
+    layout = plan_layout(source, extent)
+    if not layout.code_words:
+        return PreparationPlan(layout, bounds, (), *plan_slots(layout.total_bytes, bounds))
+    codes = plan_batches(layout.expert_bytes(), bounds)
+    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes)

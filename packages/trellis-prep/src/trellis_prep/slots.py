@@ -1,0 +1,172 @@
+"""Owns the ring of host slots that bytes pass through.  It must not know what they mean or where they go.
+
+A slot is lent for one copy.  The reader takes it, fills it and hands it over; whoever issues the copy gives it back
+with the event that marks the copy's end; the ring waits for that event before it lends the slot again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trellis_prep.errors import PrepDeviceError, PrepStateError
+from trellis_prep.pinned import HostBuffer
+
+__all__ = ["POISON_BYTE", "Completion", "Slot", "SlotRing"]
+
+POISON_BYTE = 0xA5
+"""What a released slot is filled with when the ring poisons, so that a late reader is seen."""
+
+
+class Completion(Protocol):
+    """The end of a copy, such as a CUDA event."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class Slot:
+    """Bytes of the ring, usable while lent."""
+
+    def __init__(self, array: npt.NDArray[np.uint8], tensor: torch.Tensor) -> None:
+        self._array, self._tensor = array, tensor
+        self.lent = False
+        self.copied: Completion | None = None
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """`[slot_bytes] uint8`.
+
+        Raises:
+            PrepStateError: if the slot is not lent.
+        """
+        self._check_lent()
+        return self._array
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """`[slot_bytes] uint8`, the same memory.
+
+        Raises:
+            PrepStateError: if the slot is not lent.
+        """
+        self._check_lent()
+        return self._tensor
+
+    def settle(self, *, poison: bool) -> None:
+        """Wait for the copy from this slot, then overwrite it where asked.
+
+        Raises:
+            PrepDeviceError: if the copy failed.
+        """
+        if self.copied is not None:
+            try:
+                self.copied.synchronize()
+            except RuntimeError as error:
+                raise PrepDeviceError(f"a copy out of a staging slot failed: {error}") from error
+            self.copied = None  # only now: an interrupted wait must be repeated
+        if poison:
+            self._array.fill(POISON_BYTE)
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self._array, self._tensor = np.empty(0, dtype=np.uint8), torch.empty(0, dtype=torch.uint8)
+
+    def _check_lent(self) -> None:
+        if not self.lent:
+            raise PrepStateError("a staging slot is lent for one copy; this one was given back")
+
+
+class SlotRing:
+    """Host slots, lent in turn.  Use it as a context: leaving waits for every copy and frees the memory.
+
+    One thread takes slots and another releases them.
+
+    Args:
+        slots: how many.
+        slot_bytes: bytes of each.
+        device: CUDA device that copies go to, for which slots are page-locked; None for a CPU.
+        poison: whether a slot is overwritten once its copy has completed.
+
+    Raises:
+        PrepMemoryError: if the memory cannot be had.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, *, device: torch.device | None, poison: bool = False) -> None:
+        self.slot_bytes = slot_bytes
+        self._poison = poison
+        self._cancelled = False
+        self._buffer = HostBuffer(slots * slot_bytes, device=device)
+        spans = [slice(index * slot_bytes, (index + 1) * slot_bytes) for index in range(slots)]
+        self._slots = [Slot(self._buffer.array[span], self._buffer.tensor[span]) for span in spans]
+        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+
+    def __enter__(self) -> SlotRing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._buffer.nbytes
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether no more slots are lent."""
+        return self._cancelled
+
+    def take(self) -> Slot | None:
+        """Borrow the next slot, once it is free and its last copy has completed; None when the ring was cancelled."""
+        slot = None if self._cancelled else self._free.get()
+        if slot is None or self._cancelled:
+            return None
+        slot.settle(poison=self._poison)
+        slot.lent = True
+        return slot
+
+    def release(self, slot: Slot, copied: Completion | None) -> None:
+        """Give a slot back.
+
+        Args:
+            slot: one that is lent.
+            copied: the end of the copy from it, or None if that has completed.
+
+        Raises:
+            PrepStateError: if the slot is not lent.
+        """
+        if not slot.lent:
+            raise PrepStateError("a staging slot is given back once")
+        slot.lent, slot.copied = False, copied
+        if copied is None:
+            slot.settle(poison=self._poison)
+        self._free.put(slot)
+
+    def cancel(self) -> None:
+        """Lend no more, and wake whoever waits for a slot."""
+        self._cancelled = True
+        self._free.put(None)
+
+    def close(self) -> None:
+        """Wait for every copy and free the memory, also when a copy failed.
+
+        Raises:
+            PrepDeviceError: if a copy failed.
+        """
+        self.cancel()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._buffer.close)
+            for slot in self._slots:
+                stack.callback(slot.forget)
+                stack.callback(slot.settle, poison=self._poison)

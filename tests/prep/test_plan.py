@@ -1,0 +1,80 @@
+"""Holds the plan of a preparation to the bytes that it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from prep.samples import extent_of, random_layer
+from trellis_format.extent import TrellisExtent
+from trellis_format.rate_table import RateTable
+from trellis_format.source import ExpertGeometry
+from trellis_format.transform import ExpertTransform
+from trellis_prep import (
+    PrepTypeError,
+    PrepUnsupportedError,
+    PrepValueError,
+    TrellisStaging,
+    plan_layout,
+    plan_preparation,
+)
+
+
+@pytest.mark.parametrize("max_bytes", [200_000, 1 << 20, 1 << 26])
+def test_owners_are_all_bytes_and_the_ring_fits(max_bytes: int) -> None:
+    source, _ = random_layer(experts=6, biased=True)
+    plan = plan_preparation(source, extent=extent_of(384, 0, 2), staging=TrellisStaging(max_bytes=max_bytes))
+    assert sum(plan.owners.values()) == plan.layout.total_bytes
+    assert plan.owners == {"codes": plan.layout.code_bytes} | plan.layout.table_bytes
+    assert 0 < plan.host_bytes <= max_bytes
+    assert plan.device_temporary_bytes == 0
+    assert sum(batch.nbytes for batch in plan.batches) == plan.layout.code_bytes
+
+
+def test_kimi_k3_share_of_64_mib() -> None:
+    geometry = ExpertGeometry(
+        num_experts=896,
+        hidden_size=3584,
+        intermediate_size=3072,
+        padded_hidden_size=3584,
+        padded_intermediate_size=3072,
+    )
+    source = dataclasses.replace(
+        random_layer(codebook="mcg", rates=("2",))[0],
+        geometry=geometry,
+        rates=RateTable(((4,),)),
+        extent=TrellisExtent.whole(3072),
+    )
+    plan = plan_preparation(source, extent=extent_of(3072, 0, 3))
+    assert (plan.slots, plan.slot_bytes, len(plan.batches)) == (2, 32 * 1_032_192, 28)
+    assert plan.host_bytes == 66_060_288
+
+
+def test_empty_share_has_slots_for_its_tables() -> None:
+    source, _ = random_layer()
+    plan = plan_preparation(source, extent=extent_of(384, 3, 0), staging=TrellisStaging(max_bytes=1000))
+    assert plan.batches == ()
+    assert 0 < plan.host_bytes <= 1000
+
+
+def test_defaults_are_the_whole_source_and_64_mib() -> None:
+    source, _ = random_layer()
+    plan = plan_preparation(source)
+    assert plan.layout.extent == source.extent
+    assert plan.staging == TrellisStaging()
+    assert plan.layout.total_bytes == plan_layout(source).total_bytes
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    source, _ = random_layer()
+    need = max(source.expert_code_bytes(expert) for expert in range(3))
+    with pytest.raises(PrepValueError, match=rf"{need - 1} bytes is insufficient: expert \d takes {need} bytes"):
+        plan_preparation(source, staging=TrellisStaging(max_bytes=need - 1))
+    with pytest.raises(PrepTypeError, match="staging must be a TrellisStaging, got int"):
+        plan_preparation(source, staging=1 << 20)  # type: ignore[arg-type]
+    with pytest.raises(PrepTypeError, match="extent must be a TrellisExtent, got int"):
+        plan_preparation(source, extent=128)  # type: ignore[arg-type]
+    wide, _ = random_layer(hidden=512, joint=True)
+    with pytest.raises(PrepUnsupportedError, match="ExpertTransform"):
+        plan_preparation(dataclasses.replace(wide, expert_transform=ExpertTransform()))
