@@ -1,4 +1,4 @@
-"""Owns the inputs that tests of trellis-kernels share: random tiles, banks and routes, and the packing written as a loop.
+"""Owns what tests of trellis-kernels share: random tiles and banks, and the law of packing as a loop.
 
 It must not know backends.
 """

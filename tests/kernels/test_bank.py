@@ -40,5 +40,5 @@ def test_words_that_end_early_are_refused() -> None:
 
 def test_illegal_rate_is_refused() -> None:
     bank, _ = random_bank("mcg", [ALL_RATES[-1]], 128, 128)
-    with pytest.raises(FormatValueError, match="K = 8.5"):
+    with pytest.raises(FormatValueError, match=r"K = 8\.5"):
         dataclasses.replace(bank, places=((0, 17),)).tiles(0)

@@ -1,15 +1,18 @@
-"""Holds the compile command to its exit codes and its two outputs."""
+"""Holds the commands to their exit codes and their outputs."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from trellis_kernels import cli
 from trellis_kernels.cute import compiler, report
 from trellis_kernels.cute.keys import DecodeKey
 from trellis_kernels.cute.report import KernelReport, compile_reports
+from trellis_kernels.selfcheck import Check
 
 KEY = DecodeKey(arch="sm_90a", codebook="mul1", half_bits=3, out_dtype="float32")
 
@@ -96,3 +99,41 @@ def test_wrong_arguments_exit_with_2(arguments: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(*arguments)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "last"), [(["ok", "skipped: no"], 0, "all good"), (["ok", "off"], 1, "1 failed")]
+)
+def test_selfcheck_prints_a_row_for_each_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcomes: list[str], status: int, last: str
+) -> None:
+    checks = [Check("decode", f"case {index}", "cpu", outcome) for index, outcome in enumerate(outcomes)]
+    monkeypatch.setattr(cli, "run_checks", lambda device: iter(checks))
+    assert cli.main(["selfcheck", "--device", "cpu"]) == status
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=4)[-1] for line in printed[-3:-1]] == outcomes
+    assert printed[-1] == last
+
+
+def test_selfcheck_of_a_device_that_is_not_there_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["selfcheck", "--device", "cuda:1"]) == 1
+    assert "no CUDA device for cuda:1" in capsys.readouterr().err
+
+
+def test_cache_is_counted_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.o", "b.o"):
+        (tmp_path / name).write_bytes(bytes(1500))
+    assert cli.main(["cache", "info", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: 2 kernels, 3,000 of 1,073,741,824 bytes\n"
+    assert cli.main(["cache", "clear", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"removed 2 kernels from {tmp_path}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_cache_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "default_cache", lambda: None)
+    assert cli.main(["cache", "info"]) == 1
+    assert "TRELLIS_KERNELS_CACHE is off" in capsys.readouterr().err

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trellis_kernels import BLOCK_ROWS, KernelValueError, route_capacity
+from trellis_kernels import BLOCK_ROWS, KernelTypeError, KernelValueError, route_capacity
+from trellis_kernels.routes import empty_routes
 
 
 def padded_total(counts: list[int], block_rows: int) -> int:
@@ -46,3 +50,47 @@ def test_known_capacity() -> None:
 def test_illegal_numbers_are_refused(routes: int, experts: int, block_rows: int, text: str) -> None:
     with pytest.raises(KernelValueError, match=text):
         route_capacity(routes, experts, block_rows)
+
+
+CPU = torch.device("cpu")
+
+
+def test_fresh_routes_have_just_the_capacity() -> None:
+    fresh = empty_routes(10, 4, 16, CPU)
+    sizes = {name: value.numel() for name, value in vars(fresh).items() if isinstance(value, torch.Tensor)}
+    assert sizes == {
+        "route_indices": 70,
+        "block_experts": 5,
+        "packed_count": 1,
+        "expert_offsets": 5,
+        "expert_counts": 4,
+    }
+    assert empty_routes(3, 4, 16, CPU, fresh) is fresh
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers", "error", "text"),
+    [
+        ({}, (11, 4, 16), KernelValueError, "11 routes need 71 slots, the arena has 70"),
+        ({}, (10, 4, 8), KernelValueError, "the arena has blocks of 16 rows, the packing 8"),
+        ({}, (10, 3, 16), KernelValueError, r"expert_offsets must be \[4\], got \[5\]"),
+        ({"block_experts": torch.zeros(4).int()}, (10, 4, 16), KernelValueError, r"block_experts must be \[5\]"),
+        ({"packed_count": torch.zeros(1)}, (10, 4, 16), KernelTypeError, "packed_count must be torch.int32"),
+        (
+            {"expert_counts": torch.zeros(8).int()[::2]},
+            (10, 4, 16),
+            KernelValueError,
+            "expert_counts must be contiguous",
+        ),
+        (
+            {"expert_counts": torch.zeros(4, device="meta").int()},
+            (10, 4, 16),
+            KernelTypeError,
+            "must be on cpu, got meta",
+        ),
+    ],
+)
+def test_arenas_that_do_not_fit_are_refused(change, numbers, error: type[Exception], text: str) -> None:
+    arena = dataclasses.replace(empty_routes(10, 4, 16, CPU), **change)
+    with pytest.raises(error, match=text):
+        empty_routes(*numbers, CPU, arena)

@@ -23,7 +23,9 @@ def case(tokens: int, top_k: int, padded: int, dtype: torch.dtype = torch.float3
 @pytest.mark.parametrize("out_dtype", FLOATS)
 @pytest.mark.parametrize("weight_dtype", FLOATS)
 @pytest.mark.parametrize(("tokens", "top_k", "channels"), [(1, 1, 128), (5, 3, 100), (7, 8, 1)])
-def test_weighted_sum(out_dtype: torch.dtype, weight_dtype: torch.dtype, tokens: int, top_k: int, channels: int) -> None:
+def test_weighted_sum(
+    out_dtype: torch.dtype, weight_dtype: torch.dtype, tokens: int, top_k: int, channels: int
+) -> None:
     rows, weights = case(tokens, top_k, 128, weight_dtype)
     out = poisoned(tokens, channels, dtype=out_dtype)
     assert reduce_routes(rows, weights, factor=128.0, out=out) is out
@@ -42,6 +44,19 @@ def test_slots_are_added_in_order_in_float32() -> None:
         scaled = (weights[:, slot].numpy() * np.float32(3.0))[:, None]
         total += rows.view(6, 5, 64)[:, slot].numpy() * scaled
     np.testing.assert_array_equal(out.numpy(), total)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS[:2])
+def test_an_accumulator_rounds_each_term_and_keeps_what_is_beyond(out_dtype: torch.dtype) -> None:
+    rows, weights = case(4, 3, 64)
+    accumulator, out = poisoned(6, 64), poisoned(4, 60, dtype=out_dtype)
+    assert reduce_routes(rows, weights, factor=0.5, accumulator=accumulator, out=out) is out
+    terms = (rows.view(4, 3, 64) * (weights * 0.5)[:, :, None]).to(out_dtype).float()
+    total = torch.zeros(4, 64)
+    for slot in range(3):
+        total += terms[:, slot]
+    np.testing.assert_array_equal(as_bits(out), as_bits(total[:, :60].to(out_dtype)))
+    assert torch.isnan(accumulator[4:]).all()
 
 
 def test_a_token_does_not_see_its_neighbours() -> None:
@@ -82,10 +97,18 @@ def test_no_tokens_are_no_work() -> None:
         ({"out": torch.zeros(3, 64).double()}, KernelTypeError, "out must be"),
         ({"out": torch.zeros(2, 64)}, KernelValueError, r"out must be \[3, \*\], got \[2, 64\]"),
         ({"out": torch.zeros(3, 65)}, KernelValueError, "out has 65 channels, the rows 64"),
+        ({"accumulator": torch.zeros(3, 64)}, KernelTypeError, "out of an atomic sum must be torch.float16 or"),
+        (
+            {"accumulator": torch.zeros(2, 64), "out": poisoned(3, 64).half()},
+            KernelValueError,
+            "at least 3 rows, got 2",
+        ),
+        ({"accumulator": torch.zeros(3, 60), "out": poisoned(3, 64).half()}, KernelValueError, r"got \[3, 60\]"),
+        ({"accumulator": torch.zeros(3, 64).half(), "out": poisoned(3, 64).half()}, KernelTypeError, "torch.float32"),
         ({"out": torch.zeros(3, 64, device="meta")}, KernelTypeError, "out must be on cpu"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, object], error: type[Exception], text: str) -> None:
     call = {"rows": torch.zeros(6, 64), "topk_weights": torch.zeros(3, 2), "out": poisoned(3, 64)} | change
     with pytest.raises(error, match=text):
-        reduce_routes(call["rows"], call["topk_weights"], out=call["out"])
+        reduce_routes(call.pop("rows"), call.pop("topk_weights"), **call)

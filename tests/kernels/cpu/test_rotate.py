@@ -43,6 +43,21 @@ def test_input_rotation_is_scale_then_hadamard(dtype: torch.dtype, out_dtype: to
     close(out, hadamard(padded * double(scales)))
 
 
+@pytest.mark.parametrize("rotate", [rotate_input, rotate_output])
+def test_blocks_of_512_with_signs_undo_themselves(rotate) -> None:
+    x = normal(3, 1024)
+    signs = torch.where(normal(1, 1024, seed=1) < 0, -1.0, 1.0).half()
+    out = poisoned(3, 1024)
+    rotate(x, signs, block=512, out=out)
+    if rotate is rotate_input:
+        close(out, hadamard(double(x) * double(signs), 512))
+    else:
+        close(out, hadamard(double(x), 512) * double(signs))
+    back = poisoned(3, 1024)
+    (rotate_output if rotate is rotate_input else rotate_input)(out, signs, block=512, out=back)
+    np.testing.assert_allclose(double(back), double(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("index", INTEGERS)
 def test_input_rotation_gathers_rows_and_tables(index: torch.dtype) -> None:
     x, scales = normal(4, 256), normal(3, 256, dtype=torch.float16, seed=1)
@@ -95,6 +110,17 @@ def test_what_is_not_finite_spreads_over_its_block_alone(rotate, bad: float) -> 
     assert finite[0].all()
     assert finite[1, :128].all()
     assert not finite[1, 128:].any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_output_rotation_rounds_once(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    y, scales = normal(3, 256, dtype=dtype), normal(1, 256, dtype=torch.float16, seed=1)
+    wide, out = poisoned(3, 256), poisoned(3, 256, dtype=out_dtype)
+    rotate_output(y, scales, out=wide)
+    close(wide, hadamard(double(y)) * double(scales))
+    rotate_output(y, scales, out=out)
+    np.testing.assert_array_equal(as_bits(out), as_bits(wide.to(out_dtype)))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -152,7 +178,9 @@ X, SCALES = torch.zeros(2, 128), torch.zeros(2, 128, dtype=torch.float16)
         ({"x": torch.zeros(2, 129)}, KernelValueError, "129"),
         ({"scales": SCALES.float()}, KernelTypeError, "scales must be torch.float16"),
         ({"scales": SCALES[:, :100]}, KernelValueError, "100 channels, not a multiple of 128"),
-        ({"scales": SCALES[:0]}, KernelValueError, "scales have no row"),
+        ({"block": 256}, KernelValueError, "block 256 is not one of 128, 512"),
+        ({"block": 512}, KernelValueError, "128 channels, not a multiple of 512"),
+        ({"scales": SCALES[:0]}, KernelValueError, r"scales must have at least 1 row, got \[0, 128\]"),
         ({"out": torch.zeros(2, 128, dtype=torch.int32)}, KernelTypeError, "out must be"),
         ({"out": torch.zeros(3, 128)}, KernelValueError, r"out must be \[2, 128\], got \[3, 128\]"),
         ({"tables": torch.zeros(2)}, KernelTypeError, "tables must be torch.int32 or torch.int64"),
@@ -183,7 +211,7 @@ def test_wrong_rows_are_refused(rows: torch.Tensor, error: type[Exception], text
     [
         (torch.zeros(2, 128), KernelTypeError, "bias must be torch.float16"),
         (SCALES[:, :64], KernelValueError, r"bias must be \[\*, 128\], got \[2, 64\]"),
-        (SCALES[:0], KernelValueError, "bias has no row"),
+        (SCALES[:0], KernelValueError, "bias must have at least 1 row"),
     ],
 )
 def test_wrong_bias_is_refused(bias: torch.Tensor, error: type[Exception], text: str) -> None:

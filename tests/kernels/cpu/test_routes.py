@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import packed_by_loop
 from trellis_kernels import BLOCK_ROWS, KernelTypeError, KernelValueError, PackedRoutes, route_capacity
 from trellis_kernels.cpu.routes import pack_routes
+from trellis_kernels.routes import empty_routes
 
 
 def check(found: PackedRoutes, local: np.ndarray, num_experts: int, block_rows: int) -> None:
@@ -53,6 +54,22 @@ def test_packing_is_the_loops(num_experts, tokens, top_k, block_rows, dtype, exp
     given_ids = torch.from_numpy(ids).to(dtype)
     found = pack_routes(given_ids, num_experts=num_experts, block_rows=block_rows, expert_map=mapped)
     check(found, localised(ids, num_experts, expert_map), num_experts, block_rows)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_an_arena_is_written_whole_for_any_live_length(stable: bool) -> None:
+    arena = empty_routes(40, 5, 8, torch.device("cpu"))
+    for tensor in (value for value in vars(arena).values() if isinstance(value, torch.Tensor)):
+        tensor.fill_(-77)
+    ids = np.random.default_rng(0).integers(-1, 5, (7, 3))
+    found = pack_routes(torch.from_numpy(ids), num_experts=5, block_rows=8, stable=stable, out=arena)
+    assert found is arena
+    wanted = packed_by_loop(ids, 5, 8)
+    used = len(wanted["slots"])
+    assert arena.route_indices.tolist() == wanted["slots"] + [21] * (arena.route_indices.numel() - used)
+    assert arena.block_experts.tolist() == wanted["blocks"] + [-1] * (arena.block_experts.numel() - used // 8)
+    assert (arena.packed_count.tolist(), arena.expert_counts.tolist()) == ([used], wanted["counts"])
+    assert arena.expert_offsets.tolist() == wanted["offsets"]
 
 
 def test_ids_beyond_32_bits_are_no_expert() -> None:

@@ -11,11 +11,14 @@ from trellis_format.errors import FormatValueError
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import codebooks
+from trellis_kernels.cute.registry import WITHOUT_DEVICE_DECODE
+from trellis_kernels.errors import KernelUnsupportedError
 
 
-def test_every_codebook_has_a_device_side() -> None:
-    assert set(codebooks.DEVICE_CODEBOOKS) == set(CODEBOOKS)
-    assert all(codebooks.get_device_codebook(name).name == name for name in CODEBOOKS)
+def test_every_codebook_has_a_device_side_or_a_reason_for_having_none() -> None:
+    assert set(codebooks.DEVICE_CODEBOOKS) == set(CODEBOOKS) - set(WITHOUT_DEVICE_DECODE)
+    assert set(WITHOUT_DEVICE_DECODE) <= set(CODEBOOKS)
+    assert all(codebooks.get_device_codebook(name).name == name for name in codebooks.DEVICE_CODEBOOKS)
 
 
 def test_unknown_codebook_is_refused() -> None:
@@ -23,12 +26,18 @@ def test_unknown_codebook_is_refused() -> None:
         codebooks.get_device_codebook("hyb")
 
 
-@pytest.mark.parametrize("name", CODEBOOKS)
+@pytest.mark.parametrize("name", WITHOUT_DEVICE_DECODE)
+def test_codebooks_without_a_device_side_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(KernelUnsupportedError, match=f"{name}.*{WITHOUT_DEVICE_DECODE[name]}"):
+        codebooks.get_device_codebook(name)
+
+
+@pytest.mark.parametrize("name", codebooks.DEVICE_CODEBOOKS)
 def test_all_states_decode_to_the_table(monkeypatch: pytest.MonkeyPatch, numpy_warp, name: str) -> None:
     monkeypatch.setattr(codebooks, "primitives", numpy_warp)
     states = np.arange(STATES, dtype=np.uint32) * np.uint32(0x00010001)
     pairs = codebooks.get_device_codebook(name).decode_pair(states, states[::-1].copy())
     found = pairs.view(np.uint16).reshape(-1, 2)
-    table = CODEBOOKS[name].table.view(np.uint16)
+    table = CODEBOOKS[name].table_for().view(np.uint16)
     np.testing.assert_array_equal(found[:, 0], table)
     np.testing.assert_array_equal(found[:, 1], table[::-1])

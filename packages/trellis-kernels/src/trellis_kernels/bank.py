@@ -1,12 +1,15 @@
-"""Owns the kernels' view of a layer's codes: one word array and a descriptor per linear.  It must not know containers."""
+"""Owns the kernels' view of a layer's codes: one word array and a descriptor per linear.
+
+It must not know containers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from trellis_format.rates import Rate
 
+from trellis_format.rates import Rate
 from trellis_kernels.errors import KernelValueError
 
 __all__ = ["CodeBank"]

@@ -1,6 +1,8 @@
 """Owns the command line of trellis-kernels.  It must not know how a kernel is built.
 
-`python -m trellis_kernels compile --arch sm_90a` compiles every registered kernel of one target, without a GPU.
+trellis-kernels selfcheck                run every op against numpy; the first command after trouble
+trellis-kernels compile --arch sm_90a    compile every registered kernel of one target, without a GPU
+trellis-kernels cache info|clear         the compiled kernels that are kept between runs
 """
 
 from __future__ import annotations
@@ -9,12 +11,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
+import torch
+
 from trellis_kernels.cute.archs import ARCHS
+from trellis_kernels.cute.cache import ObjectCache, default_cache
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.registry import registered_keys
 from trellis_kernels.cute.report import KernelReport, compile_reports
+from trellis_kernels.environment import CACHE_VARIABLE
+from trellis_kernels.selfcheck import environment_lines, run_checks
 
 __all__ = ["main"]
 
@@ -28,9 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None means those of this process.
 
     Returns:
-        0; or 1 if a kernel failed to compile, spills, or none was selected.  Wrong arguments exit with 2.
+        0; or 1 if a kernel failed to compile, spills, or none was selected, if a check failed, or if there is no cache.
+        Wrong arguments exit with 2.
     """
     options = _parser().parse_args(argv)
+    status: int = options.run(options)
+    return status
+
+
+def _run_compile(options: argparse.Namespace) -> int:
     archs = options.arch or tuple(ARCHS)
     keys = [key for arch in archs for key in registered_keys(arch) if options.match in str(key)]
     if not keys:
@@ -49,6 +63,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(report.is_good for report in reports) else 1
 
 
+def _run_cache(options: argparse.Namespace) -> int:
+    cache = default_cache() if options.folder is None else ObjectCache(options.folder)
+    if cache is None:
+        print(f"there is no cache: {CACHE_VARIABLE} is off, or its folder cannot be used", file=sys.stderr)
+        return 1
+    if options.action == "clear":
+        print(f"removed {cache.clear()} kernels from {cache.folder}")
+        return 0
+    info = cache.info()
+    print(f"{info.folder}: {info.kernels} kernels, {info.size_bytes:,} of {info.max_bytes:,} bytes")
+    return 0
+
+
+def _run_selfcheck(options: argparse.Namespace) -> int:
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(f"torch finds no CUDA device for {device}; `--device cpu` checks what needs none", file=sys.stderr)
+        return 1
+    print("\n".join(environment_lines(device)))
+    failed = 0
+    for check in run_checks(device):
+        failed += not check.is_good
+        print(f"{check.op:14}{check.case:16}{check.backend:6}{check.outcome}", flush=True)
+    print(f"{failed} failed" if failed else "all good")
+    return 1 if failed else 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trellis-kernels", description="Tools for the kernels of trellis.")
     commands = parser.add_subparsers(required=True)
@@ -59,6 +100,14 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=_positive, default=None, metavar="N", help="processes, default one for each CPU"
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=_run_compile)
+    command = commands.add_parser("cache", help="say how many compiled kernels are kept, or remove them")
+    command.add_argument("action", choices=("info", "clear"))
+    command.add_argument("--folder", type=Path, metavar="DIR", help=f"default: that of {CACHE_VARIABLE}")
+    command.set_defaults(run=_run_cache)
+    command = commands.add_parser("selfcheck", help="run every op of a device against numpy in float64")
+    command.add_argument("--device", metavar="DEVICE", help="such as cuda:1 or cpu; default: cuda if there is one")
+    command.set_defaults(run=_run_selfcheck)
     return parser
 
 

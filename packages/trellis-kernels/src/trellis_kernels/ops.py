@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from trellis_format.activations import Activation
-from trellis_format.rates import Rate
 
+from trellis_format.activations import Activation
+from trellis_format.hadamard import HADAMARD_BLOCK
+from trellis_format.rates import Rate
 from trellis_kernels.bank import CodeBank
 from trellis_kernels.errors import KernelUnsupportedError, KernelValueError
 from trellis_kernels.routes import PackedRoutes
@@ -33,14 +34,15 @@ __all__ = [
 ]
 
 _CPU = "trellis_kernels.cpu"
+_CUTE = "trellis_kernels.cute"
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "decode": {"cpu": f"{_CPU}.decode", "cute": "trellis_kernels.cute.decode"},
-    "rotate_input": {"cpu": f"{_CPU}.rotate"},
-    "rotate_output": {"cpu": f"{_CPU}.rotate"},
-    "activate": {"cpu": f"{_CPU}.activate"},
-    "pack_routes": {"cpu": f"{_CPU}.routes"},
+    "decode": {"cpu": f"{_CPU}.decode", "cute": f"{_CUTE}.decode"},
+    "rotate_input": {"cpu": f"{_CPU}.rotate", "cute": f"{_CUTE}.rotate"},
+    "rotate_output": {"cpu": f"{_CPU}.rotate", "cute": f"{_CUTE}.rotate"},
+    "activate": {"cpu": f"{_CPU}.activate", "cute": f"{_CUTE}.activate"},
+    "pack_routes": {"cpu": f"{_CPU}.routes", "cute": f"{_CUTE}.route_pack"},
     "grouped_gemm": {"cpu": f"{_CPU}.gemm"},
-    "reduce_routes": {"cpu": f"{_CPU}.reduce"},
+    "reduce_routes": {"cpu": f"{_CPU}.reduce", "cute": f"{_CUTE}.reduce"},
 }
 
 BACKENDS = ("cpu", "cute")
@@ -55,7 +57,8 @@ def backend_for(op: str, device: torch.device) -> str:
     Raises:
         KernelValueError: if the op is unknown.
     """
-    return "cute" if device.type == "cuda" and "cute" in _modules(op) else "cpu"
+    modules = _modules(op)
+    return "cute" if device.type == "cuda" and "cute" in modules else "cpu"
 
 
 def implementation(op: str, backend: str) -> Callable[..., Any]:
@@ -114,17 +117,20 @@ def rotate_input(
     *,
     rows: torch.Tensor | None = None,
     tables: torch.Tensor | None = None,
+    block: int = HADAMARD_BLOCK,
     out: torch.Tensor,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """out[i] = H128(x[rows[i]] * scales[tables[i]]), in float32, rounded once to `out`'s dtype.
+    """out[i] = H(x[rows[i]] * scales[tables[i]]), in float32, rounded once to `out`'s dtype.
 
     Args:
         x: `[rows_in, channels]`, float16, bfloat16 or float32; channels beyond its width are zeros.
-        scales: `[scale_rows, channels] float16`, the input vectors (suh); channels a multiple of 128.
-        rows: `[rows_out] int32 or int64`, row of x of each output row; None is the identity.
+        scales: `[scale_rows, channels] float16`, the input vectors (suh) or signs; channels a multiple of `block`.
+        rows: `[rows_out] int32 or int64`, row of x of each output row; None is the identity.  An index outside x gives
+            a row of zeros.
         tables: `[rows_out] int32 or int64`, scale row of each output row; None is row 0.  An index outside the table
-            gives a row of zeros.
+            gives a row of zeros.  A table of one row serves every index that is not negative.
+        block: channels of a Hadamard block, 128 or 512.
         out: `[rows_out, channels]`, float16 or float32, written whole.
         backend: see `decode`.
 
@@ -134,7 +140,9 @@ def rotate_input(
     Raises:
         KernelTypeError, KernelValueError: if a dtype, shape or device is wrong.
     """
-    result: torch.Tensor = _call("rotate_input", backend, x.device, x, scales, rows=rows, tables=tables, out=out)
+    result: torch.Tensor = _call(
+        "rotate_input", backend, x.device, x, scales, rows=rows, tables=tables, block=block, out=out
+    )
     return result
 
 
@@ -144,18 +152,20 @@ def rotate_output(
     *,
     tables: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    block: int = HADAMARD_BLOCK,
     out: torch.Tensor,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """out[i] = H128(y[i]) * scales[tables[i]] + bias[tables[i]], in float32.
+    """out[i] = H(y[i]) * scales[tables[i]] + bias[tables[i]], in float32, rounded once to `out`'s dtype.
 
     Args:
-        y: `[rows, channels] float32`.
-        scales: `[scale_rows, channels] float16`, the output vectors (svh); channels a multiple of 128.
+        y: `[rows, channels]`, float16, bfloat16 or float32.
+        scales: `[scale_rows, channels] float16`, the output vectors (svh) or signs; channels a multiple of `block`.
         tables: `[rows] int32 or int64`, scale row of each row, None is row 0.  An index outside the table gives a row
             of zeros.  A table of one row serves every index that is not negative.
         bias: `[experts, channels] float16` or None, indexed by `tables`.
-        out: `[rows, channels] float32`, written whole; may be `y`.
+        block: channels of a Hadamard block, 128 or 512.
+        out: `[rows, channels]`, float16, bfloat16 or float32, written whole; may be `y`.
         backend: see `decode`.
 
     Returns:
@@ -164,7 +174,9 @@ def rotate_output(
     Raises:
         KernelTypeError, KernelValueError: if a dtype, shape or device is wrong.
     """
-    result: torch.Tensor = _call("rotate_output", backend, y.device, y, scales, tables=tables, bias=bias, out=out)
+    result: torch.Tensor = _call(
+        "rotate_output", backend, y.device, y, scales, tables=tables, bias=bias, block=block, out=out
+    )
     return result
 
 
@@ -201,22 +213,26 @@ def pack_routes(
     num_experts: int,
     block_rows: int,
     expert_map: torch.Tensor | None = None,
+    stable: bool = True,
+    out: PackedRoutes | None = None,
     backend: str | None = None,
 ) -> PackedRoutes:
-    """Order routes by expert, stably, each segment padded to whole blocks, in O(routes + experts) work.
+    """Order routes by expert, each segment padded to whole blocks.
 
     Args:
         topk_ids: `[tokens, top_k] int32 or int64`; an id outside [0, experts) is no expert and its route is dropped.
         num_experts: experts that the rank holds.
         block_rows: rows of a block, one of `BLOCK_ROWS`.
         expert_map: `[global experts] int32`, local expert of each global id, -1 for none; None is the identity.
+        stable: whether routes of an expert ascend; otherwise their order may differ between runs.
+        out: an arena to write, of at least `route_capacity` slots for these routes; None makes one of just so many.
         backend: see `decode`.
 
     Returns:
-        The packed routes; `route_capacity` slots.
+        The packed routes, every slot and block of the arena written.
 
     Raises:
-        KernelTypeError, KernelValueError: if a dtype, shape or number is wrong.
+        KernelTypeError, KernelValueError: if a dtype, shape or number is wrong, or the arena does not fit.
     """
     result: PackedRoutes = _call(
         "pack_routes",
@@ -226,6 +242,8 @@ def pack_routes(
         num_experts=num_experts,
         block_rows=block_rows,
         expert_map=expert_map,
+        stable=stable,
+        out=out,
     )
     return result
 
@@ -259,16 +277,23 @@ def reduce_routes(
     topk_weights: torch.Tensor,
     *,
     factor: float = 1.0,
+    accumulator: torch.Tensor | None = None,
     out: torch.Tensor,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """out[t] = factor * sum over slots s of topk_weights[t, s] * rows[t, s], in float32, slots in order.
+    """out[t] = factor * sum over slots s of topk_weights[t, s] * rows[t, s], in float32.
+
+    Slots are added in order, so that bits repeat.  With an accumulator each term is rounded to the output's dtype and
+    added atomically, in any order, so that bits may differ between runs.
 
     Args:
         rows: `[tokens * top_k, padded channels] float32`, by flat route; rows of dropped routes are zeros.
         topk_weights: `[tokens, top_k]`, float16, bfloat16 or float32.
         factor: multiplies every route weight.
-        out: `[tokens, channels]`, float32, float16 or bfloat16; the first channels of the rows, written whole.
+        accumulator: `[capacity, padded channels] float32` to choose the atomic sum, at least as many rows as tokens;
+            its first rows are overwritten.  None chooses the ordered sum.
+        out: `[tokens, channels]`, float32, float16 or bfloat16, an atomic sum's float16 or bfloat16; the first
+            channels of the rows, written whole.
         backend: see `decode`.
 
     Returns:
@@ -277,5 +302,14 @@ def reduce_routes(
     Raises:
         KernelTypeError, KernelValueError: if a dtype, shape or device is wrong.
     """
-    result: torch.Tensor = _call("reduce_routes", backend, rows.device, rows, topk_weights, factor=factor, out=out)
+    result: torch.Tensor = _call(
+        "reduce_routes",
+        backend,
+        rows.device,
+        rows,
+        topk_weights,
+        factor=factor,
+        accumulator=accumulator,
+        out=out,
+    )
     return result

@@ -8,29 +8,17 @@ from __future__ import annotations
 import math
 
 import torch
-from trellis_format.activations import SITU_GATE_LIMIT, SITU_UP_LIMIT, Activation
 
-from trellis_kernels.checks import check_device, check_dtype, check_shape
-from trellis_kernels.errors import KernelValueError
+from trellis_format.activations import SITU_GATE_LIMIT, SITU_UP_LIMIT, Activation
+from trellis_kernels.arguments import check_activate
 
 __all__ = ["activate"]
 
 
-def activate(
-    gate: torch.Tensor | None, up: torch.Tensor, *, activation: Activation, out: torch.Tensor
-) -> torch.Tensor:
+def activate(gate: torch.Tensor | None, up: torch.Tensor, *, activation: Activation, out: torch.Tensor) -> torch.Tensor:
     """Join gate and up; see `trellis_kernels.ops.activate`."""
-    check_dtype("up", up, torch.float32)
-    check_dtype("out", out, torch.float32)
-    check_shape("out", out, *up.shape)
-    check_device(up.device, out=out, gate=gate)
-    if (gate is not None) != activation.gated:
-        raise KernelValueError(f"activation {activation.kind} takes {'a' if activation.gated else 'no'} gate")
-    if gate is None:
-        return out.copy_(torch.relu(up).square())
-    check_dtype("gate", gate, torch.float32)
-    check_shape("gate", gate, *up.shape)
-    return out.copy_(_gated(gate, up, activation))
+    check_activate(gate, up, activation, out)
+    return out.copy_(torch.relu(up).square() if gate is None else _gated(gate, up, activation))
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+
 from trellis_format.codebooks import get_codebook
 from trellis_format.rates import STATE_BITS, TILE, Rate
 from trellis_format.tiles import POSITION
-
 from trellis_kernels.checks import check_device, check_dtype
 from trellis_kernels.errors import KernelValueError
 
@@ -21,9 +21,9 @@ __all__ = ["decode"]
 _CHUNK_TILES = 1 << 14  # tiles decoded at once, which bounds the temporaries to a few tens of MiB
 
 
-@lru_cache(maxsize=16)
-def _table(codebook: str, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(get_codebook(codebook).table.copy()).to(device)
+@lru_cache(maxsize=32)
+def _table(codebook: str, rate: Rate, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(get_codebook(codebook).table_for(rate).copy()).to(device)
 
 
 def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor) -> torch.Tensor:
@@ -38,14 +38,13 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
         )
     *batch, k_tiles, n_tiles, words = codes.shape
     if list(out.shape) != [*batch, k_tiles * TILE, n_tiles * TILE]:
-        raise KernelValueError(
-            f"out must be {[*batch, k_tiles * TILE, n_tiles * TILE]} for codes {list(codes.shape)}, got {list(out.shape)}"
-        )
+        wanted = [*batch, k_tiles * TILE, n_tiles * TILE]
+        raise KernelValueError(f"out must be {wanted} for codes {list(codes.shape)}, got {list(out.shape)}")
     rows = codes.reshape(-1, n_tiles, words)
     bands = out.view(-1, TILE, n_tiles * TILE) if out.is_contiguous() else None
     if bands is None:
         raise KernelValueError(f"out must be contiguous, got strides {out.stride()}")
-    table = _table(codebook, codes.device)
+    table = _table(codebook, rate, codes.device)
     place = torch.from_numpy(POSITION).to(codes.device)
     step = max(_CHUNK_TILES // max(n_tiles, 1), 1)
     for first in range(0, rows.shape[0], step):
@@ -57,8 +56,10 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
 
 def _states(tiles: torch.Tensor, rate: Rate) -> torch.Tensor:
     """`[..., 16*K] int16` to `[..., 256] int32` states in position order."""
-    stream = (tiles.to(torch.int32) & 0xFFFF).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    pairs = (tiles.to(torch.int32) & 0xFFFF).reshape(*tiles.shape[:-1], -1, 2)
+    stream = pairs.flip(-1).reshape(tiles.shape)
     start = torch.from_numpy((rate.ends() - STATE_BITS) % rate.ring_bits).to(tiles.device)
     word, offset = start // STATE_BITS, (start % STATE_BITS).to(torch.int32)
     high, low = stream[..., word], stream[..., (word + 1) % rate.tile_words16]
-    return ((high << offset) | (low >> (STATE_BITS - offset))) & 0xFFFF
+    states: torch.Tensor = ((high << offset) | (low >> (STATE_BITS - offset))) & 0xFFFF
+    return states

@@ -1,7 +1,8 @@
 """Owns the torch grouped GEMM over trellis codes.  It must not know routing beyond packed routes.
 
-Products of float16 code values and float16 activations are summed in float64 and rounded once to float32, so that a
-row's bits do not depend on how many other rows its expert has.
+A row's bits must not depend on how many other rows its expert has, and a matrix product may add in any order.  So the
+sums are exact: weights are below 4 and multiples of 2^-18, and each activation is split at 2^-4, so that each part's
+terms are integers of one unit whose sum float64 holds for up to 8,192 channels, whatever the order.
 """
 
 from __future__ import annotations
@@ -34,5 +35,12 @@ def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: 
         codes, rate = bank.tiles(expert)
         weight = decode(codes, codebook=bank.codebook, rate=rate, out=matrix).double()
         rows = routes.route_indices[offsets[expert] : offsets[expert] + count].long()
-        out[rows] = (a[rows].double() @ weight).float()
+        coarse, fine = _split(a[rows].double())
+        out[rows] = (coarse @ weight + fine @ weight).float()
     return out
+
+
+def _split(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two parts that add up to `a`: multiples of 2^-4, and what is left, multiples of 2^-24 up to 2^-5."""
+    coarse = (a * 16.0).round() / 16.0
+    return coarse, torch.where(coarse.isfinite(), a - coarse, 0.0)

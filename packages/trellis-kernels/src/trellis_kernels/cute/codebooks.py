@@ -14,6 +14,8 @@ from trellis_format.codebooks import get_codebook
 from trellis_format.codebooks.mul1 import BIAS_BITS, BYTE_BASE, SCALE_BITS, Mul1
 from trellis_format.codebooks.summed_halves import FIELD_MASK, FIELD_XOR, MCG, ThreeInst
 from trellis_kernels.cute import primitives
+from trellis_kernels.cute.registry import WITHOUT_DEVICE_DECODE
+from trellis_kernels.errors import KernelUnsupportedError
 
 __all__ = ["DEVICE_CODEBOOKS", "DeviceCodebook", "get_device_codebook"]
 
@@ -79,7 +81,7 @@ class _Mul1(DeviceCodebook):
 
 
 DEVICE_CODEBOOKS: dict[str, DeviceCodebook] = {codebook.name: codebook for codebook in (_ThreeInst(), _MCG(), _Mul1())}
-"""Every codebook's device side by name."""
+"""Every codebook's device side by name; those of `WITHOUT_DEVICE_DECODE` have none."""
 
 
 def get_device_codebook(name: str) -> DeviceCodebook:
@@ -87,5 +89,9 @@ def get_device_codebook(name: str) -> DeviceCodebook:
 
     Raises:
         FormatValueError: if there is no such codebook.
+        KernelUnsupportedError: if kernels do not decode it; has the reason.
     """
-    return DEVICE_CODEBOOKS[get_codebook(name).name]
+    known = get_codebook(name).name
+    if known in WITHOUT_DEVICE_DECODE:
+        raise KernelUnsupportedError(f"codebook {known} has no device decode: {WITHOUT_DEVICE_DECODE[known]}")
+    return DEVICE_CODEBOOKS[known]

@@ -1,12 +1,14 @@
 """Owns the compilation of kernels from their keys, and the process's table of compiled ones.
 
-It must not know any kernel: a key names the module that builds it.  Compiling needs no GPU and launches nothing.
+It must not know any kernel: a key names the module that builds it.  Compiling needs no GPU and launches nothing, and is
+skipped where the persistent cache has the kernel.
 """
 
 from __future__ import annotations
 
 import importlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from threading import RLock
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import torch
 
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.cache import ObjectCache, default_cache
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.errors import ColdKernelError, KernelUnsupportedError
 
-__all__ = ["build_cubin", "compile_kernel", "freeze", "is_frozen", "precompile", "ready", "thaw"]
+__all__ = ["build_cubin", "compile_kernel", "freeze", "is_frozen", "precompile", "ready", "thaw", "use_cache"]
 
 Kernel = Callable[..., Any]
 
@@ -25,18 +28,46 @@ _lock = RLock()
 _compiled: dict[KernelKey, Kernel] = {}
 _ready: dict[KernelKey, Kernel] = {}  # those whose binary is also on the devices
 _frozen = False
+_cache: Callable[[], ObjectCache | None] = default_cache
+
+
+def use_cache(cache: ObjectCache | None) -> None:
+    """Choose the persistent cache of this process from here on; None is none.
+
+    Without a call it is the one of the environment: see `trellis_kernels.environment`.
+    """
+    global _cache
+    _cache = lambda: cache  # noqa: E731  # the default is a function too, which makes its folder on first use
 
 
 def compile_kernel(key: KernelKey) -> Kernel:
-    """The compiled kernel of a key, compiled on the first call with an equal key; touches no device.
+    """The compiled kernel of a key, compiled or read from the cache on the first call with an equal key.
+
+    Touches no device.
 
     Raises:
         KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
     """
     with _lock:
         if key not in _compiled:
-            _compiled[key] = _build(key)
+            _compiled[key] = _cached(key) or _compile(key)
         return _compiled[key]
+
+
+def _cached(key: KernelKey) -> Kernel | None:
+    cache = _cache()
+    return None if cache is None else cache.load(key)
+
+
+def _compile(key: KernelKey) -> Kernel:
+    kernel: Kernel = _build(key)
+    cache = _cache()
+    if cache is not None:
+        try:
+            cache.store(key, kernel)
+        except Exception as error:  # noqa: BLE001  # a kernel that cannot be kept still runs, whatever kept it from disk
+            warnings.warn(f"kernel [{key}] is not kept in {cache.folder}: {error}", RuntimeWarning, stacklevel=2)
+    return kernel
 
 
 def precompile(keys: Iterable[KernelKey]) -> None:

@@ -132,14 +132,14 @@ def load_global_word(address: Int64) -> Uint32:
 
 
 def load_shared(address: Int32, words: int) -> list[Uint32]:
-    """2 or 4 consecutive 32-bit words of shared memory; the address is a multiple of their bytes."""
+    """1, 2 or 4 consecutive 32-bit words of shared memory; the address is a multiple of their bytes."""
     targets = ", ".join(f"{{$w{index}}}" for index in range(words))
     loaded = cute.arch.inline_ptx(
-        f"ld.shared.v{words}.u32 {{{targets}}}, [{{$r0}}];",
+        f"ld.shared.v{words}.u32 {{{targets}}}, [{{$r0}}];" if words > 1 else "ld.shared.u32 {$w0}, [{$r0}];",
         write_only_types=[Uint32] * words,
         read_only_args=[address],
     )
-    return list(loaded)
+    return list(loaded) if words > 1 else [loaded]
 
 
 def store_global_16_bytes(address: Int64, words: list[Uint32], predicate: Boolean) -> None:

@@ -1,0 +1,182 @@
+"""Owns the inner loop of the few-row GEMM: a warp multiplies one strip by the rows of one expert.
+
+It must not know routing, rotations or what becomes of the sums.  The decoded weight is the A operand, its 16 rows being
+output channels, and the token rows are the B operand, so nothing is wasted up to a product's rows; more rows repeat the
+product with the same A.  Rows are read from global memory in the order 0, 1, 8, 9, 2, 3, 10, 11, ... inside every 16
+channels, in which the two B registers of a product are neighbours.
+
+exact: 8 rows a product.  bytes: a mul1 weight is affine in the byte sum of its hash, so the four bytes of the hash are
+four of the 32 inputs of an integer product and the activation, given to all four, is the other operand: no byte sum, no
+conversion and no join.  An activation is 256 hi + lo in two signed bytes, and the 8 columns of a product are 4 rows by
+{hi, lo}.  Every 16 channels of a row are 16 bytes of hi, then 16 of lo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32, Int64, Uint32
+
+from trellis_format.rates import Rate
+from trellis_kernels.cute import gemm_primitives, primitives
+from trellis_kernels.cute.codebooks import get_device_codebook
+from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, share_of
+
+__all__ = ["accumulate", "lane_offset", "sum_chains"]
+
+_ROW_STEP_BYTES = 2 * STEP_CHANNELS
+
+
+# Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
+
+
+def lane_offset(rate: Rate, n_tiles: int, lane: Int32) -> Int32:
+    """Bytes from the first tile of a step's strip to this lane's first piece."""
+    return (lane & 3) * (n_tiles * rate.tile_bytes) + (lane >> 2) * share_of(rate).lane_bytes
+
+
+def load_share(r_words: Any, stage: int, g_share: Int64, share: Share) -> None:
+    """Issue the loads of one step of this lane into a stage."""
+    for piece in range(share.pieces):
+        for first in range(0, share.words, share.load_words):
+            g_load = g_share + (piece * share.rate.tile_bytes + first * 4)
+            loaded = gemm_primitives.load_words(g_load, share.load_words, once=not share.is_wide)
+            for index in range(share.load_words):
+                r_words[stage, piece * share.words + first + index] = loaded[index]
+
+
+def row_words(arithmetic: str) -> int:
+    """Words of a step of the B operand of one product: 16 channels of a row as fp16, or one of its two bytes of each."""
+    return 8 if arithmetic == "exact" else 4
+
+
+def load_rows(r_rows: Any, stage: int, g_rows: Any, step: Int32, columns: int, arithmetic: str) -> None:
+    """Issue the loads of one step of the B operand of each product."""
+    for column in range(columns):
+        for first in range(0, row_words(arithmetic), 4):
+            g_load = g_rows[column] + Int64(step * _ROW_STEP_BYTES + 4 * first)
+            loaded = gemm_primitives.load_words(g_load, 4, read_only=False)
+            for index in range(4):
+                r_rows[stage, column, first + index] = loaded[index]
+
+
+def states_of(words: list[Uint32], share: Share, lane: Int32) -> Iterator[Uint32]:
+    """The windows of one piece, each state twice in its register, each cut when it is asked for.
+
+    The word before the piece on its ring is the last word of another lane: the other half of a tile, or the column
+    before, column 7 coming before column 0.
+    """
+    before = (lane ^ 4) if share.is_wide else ((lane - 4) & 31)
+    backwards = [*reversed(words), gemm_primitives.pull_from_lane(words[-1], before)]
+    return cut_in_turn(
+        backwards, share.cuts, funnel_right=primitives.funnel_right, permute=primitives.permute_bytes
+    )
+
+
+def consume_exact(r_sums: Any, words: list[Uint32], r_rows: Any, stage: int, piece: int, share: Share, lane: Int32, codebook: str, columns: int) -> None:
+    """Decode one piece to fp16 fragments, four for each output channel, and add their products to the sums."""
+    law = get_device_codebook(codebook)
+    states = states_of(words, share, lane)
+    for place in range(len(share.cuts) // 8):
+        channel, quarter = piece * share.columns + place // 4, place % 4
+        pairs = [law.decode_pair(next(states), next(states)) for _ in range(4)]
+        # pairs lie as (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8); the operand wants both n before the next k
+        fragment = [pairs[0], pairs[2], pairs[1], pairs[3]]
+        for column in range(columns):
+            rows = [r_rows[stage, column, 2 * quarter + half] for half in range(2)]
+            _add(gemm_primitives.multiply_halves, r_sums, (channel, column, 0), fragment, rows)
+
+
+def consume_bytes(r_sums: Any, words: list[Uint32], r_rows: Any, stage: int, piece: int, share: Share, lane: Int32, codebook: str, columns: int) -> None:
+    """Hash the windows of one piece and add their byte products to the sums.
+
+    A hash is one register of an operand of 16 output channels by 8 input channels, so the 8 hashes of a place are two
+    fragments: input channels 2i and 2i + 1, then 2i + 8 and 2i + 9.  One column has a chain of sums for each, since the
+    next product would wait for the one before.
+    """
+    law = get_device_codebook(codebook)
+    states = states_of(words, share, lane)
+    for place in range(len(share.cuts) // 8):
+        channel, quarter = piece * share.columns + place // 4, place % 4
+        hashes = [law.hash(next(states)) for _ in range(8)]
+        for half in range(2):
+            fragment = [hashes[2 * half + index] for index in (0, 4, 1, 5)]
+            for column in range(columns):
+                four = r_rows[stage, column, quarter]
+                rows = [primitives.permute_bytes(four, four, 0x1111 * (2 * half + index)) for index in range(2)]
+                chain = half if columns == 1 else 0
+                _add(gemm_primitives.multiply_bytes, r_sums, (channel, column, chain), fragment, rows)
+
+
+def _add(multiply: Any, r_sums: Any, place: tuple[int, int, int], fragment: list[Uint32], rows: list[Uint32]) -> None:
+    sums = multiply(fragment, rows, [r_sums[(*place, z)] for z in range(4)])
+    for z in range(4):
+        r_sums[(*place, z)] = sums[z]
+
+
+def consume(
+    r_sums: Any, r_words: Any, r_rows: Any, stage: int, row_stage: int, share: Share, lane: Int32, codebook: str,
+    columns: int, arithmetic: str,
+) -> None:  # fmt: skip
+    """Decode a stage and add its products to the sums."""
+    for piece in range(share.pieces):
+        words = [r_words[stage, piece * share.words + index] for index in range(share.words)]
+        one = consume_exact if arithmetic == "exact" else consume_bytes
+        one(r_sums, words, r_rows, row_stage, piece, share, lane, codebook, columns)
+
+
+def sum_chains(columns: int, arithmetic: str) -> int:
+    """Independent chains of sums for each output channel and column."""
+    return 2 if arithmetic == "bytes" and columns == 1 else 1
+
+
+@cute.jit
+def accumulate(
+    r_sums: cute.Tensor,
+    g_strip: Int64,
+    g_rows: cute.Tensor,
+    first: Int32,
+    end: Int32,
+    stride: Int32,
+    lane: Int32,
+    half_bits: Constexpr,
+    codebook: Constexpr,
+    n_tiles: Constexpr,
+    columns: Constexpr,
+    stages: Constexpr,
+    arithmetic: Constexpr,
+):
+    """Add steps first, first + stride, ... below end to the sums `[4 output channels, columns, chains, 4]`.
+
+    `g_strip` is the strip's first tile of step 0, `g_rows[column]` this lane's row and 16 channels of step 0.
+    """
+    rate = Rate(half_bits)
+    share = share_of(rate)
+    step_bytes = STEP_TILES * n_tiles * rate.tile_bytes
+    g_share = g_strip + Int64(lane_offset(rate, n_tiles, lane))
+    # Rows come from the L1 after the first warp has read them; beyond one column registers are dearer than that latency.
+    row_stages = stages if columns == 1 else 1
+    r_words = cute.make_rmem_tensor(cute.make_layout((stages, share.step_words)), Uint32)
+    r_rows = cute.make_rmem_tensor(cute.make_layout((row_stages, columns, row_words(arithmetic))), Uint32)
+    for stage in cutlass.range_constexpr(stages):
+        ahead = cutlass.min(first + stage * stride, end - 1)
+        load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
+        if cutlass.const_expr(row_stages > 1):
+            load_rows(r_rows, stage, g_rows, ahead, columns, arithmetic)
+    rounds = (end - first + stride * stages - 1) // (stride * stages)
+    for turn in cutlass.range(rounds, unroll=1):
+        for stage in cutlass.range_constexpr(stages):
+            step = first + (turn * stages + stage) * stride
+            if step < end:
+                if cutlass.const_expr(row_stages == 1):
+                    load_rows(r_rows, 0, g_rows, step, columns, arithmetic)
+                row_stage = stage if row_stages > 1 else 0
+                consume(r_sums, r_words, r_rows, stage, row_stage, share, lane, codebook, columns, arithmetic)
+            ahead = step + stages * stride
+            if ahead < end:
+                load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
+                if cutlass.const_expr(row_stages > 1):
+                    load_rows(r_rows, stage, g_rows, ahead, columns, arithmetic)

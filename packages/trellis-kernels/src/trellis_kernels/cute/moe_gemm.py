@@ -1,0 +1,164 @@
+"""Owns what the two GEMM launches share: a warp's strip, the choice of its rate, and the sums in shared memory.
+
+It must not know what becomes of the sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64
+
+from trellis_format.rates import Rate
+from trellis_kernels.cute import gemm_primitives as gpu
+from trellis_kernels.cute.gemm_loop import accumulate, sum_chains
+from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STRIP_CHANNELS, share_of
+from trellis_kernels.cute.moe_key import PRODUCT_ROWS, ROW_COLUMNS, MoeSmallKey
+
+__all__ = ["SUM_PITCH", "lane_rows", "load_block_sums", "multiply_strip", "split_steps", "sum_bytes"]
+
+SUM_PITCH = STRIP_CHANNELS + 4
+"""Floats between rows of a warp's sums in shared memory."""
+_TILE_WORD_BYTES = 16  # bytes of a tile for each half bit of its rate
+
+
+def sum_bytes(warps: int, key: MoeSmallKey) -> int:
+    """Shared memory of all warps' sums; byte products have one sum for hi and one for lo."""
+    return warps * key.group_rows * (2 if key.is_bytes else 1) * SUM_PITCH * 4
+
+
+def split_steps(channels: int, split: int, index: Int32) -> tuple[Int32, Int32]:
+    """First step and end of one share of the input channels."""
+    steps = channels // STEP_CHANNELS
+    return steps * index // split, steps * (index + 1) // split
+
+
+def lane_rows(rows: Int32, lane: Int32, key: MoeSmallKey, address: Any) -> Any:
+    """This lane's B row of each product: 16 channels of a row; past the last row, that one again.
+
+    Exact products have row g in column g; byte products have row g // 2 in columns {hi, lo}.
+    """
+    r_addresses = cute.make_rmem_tensor(cute.make_layout((key.row_columns,)), Int64)
+    g = lane >> 2
+    for column in range(key.row_columns):
+        if key.is_bytes:
+            row = cutlass.min(column * PRODUCT_ROWS["bytes"] + (g >> 1), rows - 1)
+            within = (lane & 3) * 32 + (g & 1) * 16
+        else:
+            row = cutlass.min(column * PRODUCT_ROWS["exact"] + g, rows - 1)
+            within = (lane & 3) * 32
+        r_addresses[column] = address(row) + Int64(within)
+    return r_addresses
+
+
+def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: int, key: MoeSmallKey) -> None:
+    """Write a warp's sums `[rows, 64]` to shared memory, for byte products `[{hi, lo}, rows, 64]`."""
+    share = share_of(rate)
+    g, t = lane >> 2, lane & 3
+    for place in range(4):
+        channel = share.column(place if not share.is_wide else 0, place if share.is_wide else 0, g)
+        for column in range(columns):
+            for z in range(4):
+                value = r_sums[place, column, 0, z]
+                for chain in range(1, sum_chains(columns, key.arithmetic)):
+                    value = value + r_sums[place, column, chain, z]
+                if key.is_bytes:
+                    row = (z % 2) * key.group_rows + column * PRODUCT_ROWS["bytes"] + t
+                    s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
+                    gpu.store_shared_int(s_sum, value)
+                else:
+                    row = column * PRODUCT_ROWS["exact"] + 2 * t + z % 2
+                    s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
+                    gpu.store_shared_floats(s_sum, [value])
+
+
+@cute.jit
+def _multiply_at_rate(
+    g_strip: Int64,
+    r_rows: cute.Tensor,
+    s_sums: Int32,
+    rows: Int32,
+    first: Int32,
+    end: Int32,
+    stride: Int32,
+    lane: Int32,
+    half_bits: Constexpr,
+    n_tiles: Constexpr,
+    stages: Constexpr,
+    key: Constexpr,
+):
+    product_rows = PRODUCT_ROWS[key.arithmetic]
+    for index in cutlass.range_constexpr(len(ROW_COLUMNS)):
+        if cutlass.const_expr(ROW_COLUMNS[index] <= key.row_columns):
+            columns = ROW_COLUMNS[index]
+            least = product_rows * ROW_COLUMNS[index - 1] if index else 0
+            if rows > least and rows <= product_rows * columns:
+                layout = cute.make_layout((4, columns, sum_chains(columns, key.arithmetic), 4))
+                r_sums = cute.make_rmem_tensor(layout, Int32 if key.is_bytes else Float32)
+                r_sums.fill(0)
+                accumulate(
+                    r_sums, g_strip, r_rows, first, end, stride, lane,
+                    half_bits, key.codebook, n_tiles, columns, stages, key.arithmetic,
+                )  # fmt: skip
+                _store_sums(r_sums, s_sums, lane, Rate(half_bits), columns, key)
+
+
+@cute.jit
+def multiply_strip(
+    words: Int64,
+    descriptor: Int64,
+    r_rows: cute.Tensor,
+    s_sums: Int32,
+    strip: Int32,
+    rows: Int32,
+    first: Int32,
+    end: Int32,
+    stride: Int32,
+    lane: Int32,
+    rates: Constexpr,
+    n_tiles: Constexpr,
+    stages: Constexpr,
+    key: Constexpr,
+):
+    """Multiply a group's rows by one strip of a linear and leave the sums in this warp's shared memory.
+
+    `descriptor` is the address of the linear's entry, `strip` the index of the 64 output channels.  Every rate is one
+    branch, which the whole warp takes.
+    """
+    place = gpu.load_longs(descriptor, 2)
+    half_bits = Int32(place[1])
+    g_strip = words + place[0] * 4 + Int64(strip * 4 * (half_bits * _TILE_WORD_BYTES))
+    for index in cutlass.range_constexpr(len(rates)):
+        if half_bits == rates[index]:
+            _multiply_at_rate(
+                g_strip, r_rows, s_sums, rows, first, end, stride, lane, rates[index], n_tiles, stages, key
+            )
+
+
+def load_block_sums(
+    s_sums: Int32, row: Int32, lane: Int32, strip: Any, strips: int, slices: int, key: MoeSmallKey
+) -> list[Float32]:
+    """Four channels of one row of a block of 128: the sums of its slices, added in order.
+
+    `s_sums` is where the sums of all warps begin; warp w has slice w // strips of strip w % strips, and `strip` is the
+    first of the block's two.  Byte sums are added as integers, so that only the join of hi and lo rounds.
+    """
+    first = s_sums + (strip + (lane >> 4)) * sum_bytes(1, key) + (row * SUM_PITCH + (lane & 15) * 4) * 4
+    stride = strips * sum_bytes(1, key)
+    if not key.is_bytes:
+        return _add_in_order([gpu.load_shared_floats(first + part * stride, 4) for part in range(slices)])
+    low = key.group_rows * SUM_PITCH * 4
+    hi, lo = (
+        _add_in_order([gpu.load_shared_ints(first + part * stride + at, 4) for part in range(slices)])
+        for at in (0, low)
+    )
+    return [gpu.fma(Float32(a), Float32(256.0), Float32(b)) for a, b in zip(hi, lo, strict=True)]
+
+
+def _add_in_order(parts: list[list[Any]]) -> list[Any]:
+    total = parts[0]
+    for part in parts[1:]:
+        total = [a + b for a, b in zip(total, part, strict=True)]
+    return total

@@ -1,0 +1,106 @@
+"""Owns the choice of the few-token kernels: from a layer's numbers and a token count to a compile key.
+
+It must not know `cutlass` or weights.  The choice reads the capacity alone, never the routing, so that a row's bits
+depend on the plan and not on its neighbours.
+"""
+
+from __future__ import annotations
+
+from trellis_format.activations import Activation
+from trellis_format.extent import BLOCK
+from trellis_format.source import Projection, TrellisSource
+from trellis_format.extent import TrellisExtent
+from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling
+from trellis_kernels.errors import KernelUnsupportedError
+
+__all__ = ["plan_moe_small"]
+
+
+def plan_moe_small(
+    source: TrellisSource,
+    *,
+    arch: str,
+    max_tokens: int,
+    top_k: int,
+    multiprocessors: int,
+    extent: TrellisExtent | None = None,
+    activation: Activation | None = None,
+    x_dtype: str = "float16",
+    out_dtype: str = "float16",
+    weight_dtype: str = "float32",
+    id_bytes: int = 8,
+) -> MoeSmallKey:
+    """The kernels for a layer at a capacity.
+
+    Args:
+        source: the layer.
+        arch: compile target.
+        max_tokens: most tokens of a launch.
+        top_k: routes of a token.
+        multiprocessors: of the device.
+        extent: the rank's share of the intermediate axis (default: the source's).
+        activation: the law (default: the source's).
+        x_dtype: of x.
+        out_dtype: of the result.
+        weight_dtype: of the router weights.
+        id_bytes: of an id.
+
+    Raises:
+        KernelUnsupportedError: if no activation is known.
+        KernelValueError: if a number is out of range.
+    """
+    law = activation or source.activation
+    if law is None:
+        raise KernelUnsupportedError("the layer names no activation; give one")
+    geometry = source.geometry
+    share = extent or source.extent
+    count = len(geometry.projections)
+    rates = [[source.rates.rate(expert, p).half_bits for p in range(count)] for expert in range(geometry.num_experts)]
+    holds_down_bias = share.first_channel == 0
+    biased = tuple(
+        projection in source.biased and (projection is not Projection.DOWN or holds_down_bias)
+        for projection in Projection
+    )
+    rows = max_tokens * top_k / geometry.num_experts
+    columns = 1 if rows <= 3 else 2
+    active = geometry.num_experts * (1 - (1 - min(top_k / geometry.num_experts, 1.0)) ** max_tokens)
+    resident = 2 * multiprocessors
+    return MoeSmallKey(
+        arch=arch,
+        codebook=source.codebook,
+        hidden=geometry.hidden_size,
+        padded_hidden=geometry.padded_hidden_size,
+        width=share.width,
+        num_experts=geometry.num_experts,
+        top_k=top_k,
+        gated=geometry.gated,
+        up_rates=tuple(sorted({rate for row in rates for rate in row[:-1]})),
+        down_rates=tuple(sorted({row[-1] for row in rates})),
+        activation=law,
+        biased=(biased[0], biased[1], biased[2]),
+        shared_inputs=source.shared_input_scales,
+        joint_inputs=source.joint_input_scales,
+        shared_outputs=source.shared_output_scales,
+        x_dtype=x_dtype,
+        out_dtype=out_dtype,
+        weight_dtype=weight_dtype,
+        id_bytes=id_bytes,
+        row_columns=columns,
+        up=_up_tiling(geometry.padded_hidden_size, share.width // BLOCK, active, resident),
+        down=_down_tiling(share.width, geometry.padded_hidden_size // BLOCK),
+    )
+
+
+def _up_tiling(channels: int, blocks: int, active: float, resident: float) -> Tiling:
+    """Split until the grid has about four waves, or a warp would be left with fewer than four steps."""
+    split = 1
+    while split < 8 and active * blocks * split < 4 * resident and channels // 64 // (2 * (split + 1)) >= 4:
+        split += 1
+    return Tiling(blocks=1, slices=2, split=split)
+
+
+def _down_tiling(channels: int, blocks: int) -> Tiling:
+    """Enough slices to give each warp about six steps; the warps that are left take more blocks."""
+    steps = channels // 64
+    slices = 4 if steps >= 12 else 2
+    return Tiling(blocks=1 if slices == 4 or blocks % 2 else 2, slices=slices)

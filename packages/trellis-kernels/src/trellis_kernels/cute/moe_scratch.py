@@ -1,0 +1,75 @@
+"""Owns the addresses of the scratch parts and of routing inputs inside the kernels.  It must not know what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32
+
+from trellis_format.extent import BLOCK
+from trellis_kernels.cute import gemm_primitives as gpu
+from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, scratch_parts
+
+__all__ = ["GROUP_BYTES", "SLOT_BYTES", "VALUE_BYTES", "Scratch", "load_id", "load_value", "scratch_at"]
+
+GROUP_BYTES = 16
+"""Of a group: expert, first slot, rows, nothing."""
+SLOT_BYTES = 8
+"""Of a slot: flat route, live routes of its token."""
+VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of a value of each dtype."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Addresses of the parts, and of the four kinds of counters."""
+
+    header: Int64
+    groups: Int64
+    slots: Int64
+    up_arrivals: Int64
+    down_arrivals: Int64
+    token_arrivals: Int64
+    group_arrivals: Int64
+    rotated: Int64
+    rotated_laws: Int64
+    joined: Int64
+    joined_bytes: Int64
+    joined_laws: Int64
+    up_parts: Int64
+    down_parts: Int64
+    results: Int64
+
+
+def scratch_at(base: Int64, max_tokens: Int32, key: MoeSmallKey) -> Scratch:
+    """The addresses for one base and capacity."""
+    starts: dict[str, Any] = {}
+    each = 0
+    for name, size in scratch_parts(key).items():
+        starts[name] = base + HEADER_BYTES + Int64(max_tokens) * each
+        each += size
+    counters = starts.pop("counters")
+    routes = Int64(max_tokens) * key.top_k
+    hidden_blocks, width_blocks = key.padded_hidden // BLOCK, key.width // BLOCK
+    return Scratch(
+        header=base,
+        up_arrivals=counters,
+        down_arrivals=counters + routes * (4 * width_blocks),
+        group_arrivals=counters + routes * (4 * (width_blocks + hidden_blocks)),
+        token_arrivals=counters + routes * (4 * (width_blocks + hidden_blocks + 1)),
+        **starts,
+    )
+
+
+def load_id(ids: Int64, route: Int32, key: MoeSmallKey) -> Int32:
+    """The expert of a route, -1 if there is none."""
+    words = gpu.load_words(ids + Int64(route) * key.id_bytes, key.id_bytes // 4)
+    return gpu.local_id(words[0], words[-1] if key.id_bytes == 8 else Uint32(0), key.num_experts)
+
+
+def load_value(table: Int64, index: Any, dtype: str) -> Float32:
+    """One value of an array of a dtype, in fp32."""
+    if dtype == "float32":
+        return gpu.load_floats(table + Int64(index) * 4, 1)[0]
+    return gpu.float_from(gpu.load_half(table + Int64(index) * 2), dtype, 0)

@@ -1,0 +1,331 @@
+"""Owns the launches of the many-token path: the grouped GEMM as an op, and a layer's steps around it.
+
+It must not know plans, nor how routes were packed beyond `PackedRoutes`.
+
+Rows are handled in packed order, so that those of one expert are contiguous and one bulk copy moves a tile of them:
+
+    image (gather, scale, rotate) -> gate and up, joined -> image of the intermediate rows -> down -> rows by route
+
+A *window* is a range of packed slots; images hold one window, so their bytes do not grow with tokens or experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import torch
+
+from trellis_format.activations import Activation
+from trellis_kernels.bank import CodeBank
+from trellis_kernels.checks import check_device, check_dtype, check_shape
+from trellis_kernels.cute import compiler
+from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.keys import KernelKey
+from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda
+from trellis_kernels.cute.prefill_key import (
+    PrefillGemmKey,
+    PrefillImageKey,
+    PrefillScheduleKey,
+    block_capacity,
+)
+from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, ROW_GROUP
+from trellis_kernels.errors import KernelValueError
+from trellis_kernels.routes import PackedRoutes
+
+__all__ = [
+    "Blocks",
+    "Window",
+    "down_rows",
+    "grouped_gemm",
+    "join_rows",
+    "make_blocks",
+    "make_image",
+    "rate_pairs",
+    "whole_window",
+]
+
+_ENTRY_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Window:
+    """A range of packed slots that one image holds.
+
+    Attributes:
+        first: its first slot, a multiple of 8.
+        slots: its slots, a multiple of 8.
+    """
+
+    first: int
+    slots: int
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The row blocks of a window whose experts have one pair of rates.
+
+    Attributes:
+        half_bits: 2K of each linear that the blocks multiply by.
+        entries: `[blocks, 4] int32`: expert, first slot, rows, first row of the image.
+        count: `[1] int32`, blocks in use.
+    """
+
+    half_bits: tuple[int, ...]
+    entries: torch.Tensor
+    count: torch.Tensor
+
+
+def whole_window(routes: PackedRoutes) -> Window:
+    """The window of all slots."""
+    return Window(0, -(-routes.route_indices.numel() // ROW_GROUP) * ROW_GROUP)
+
+
+def rate_pairs(banks: tuple[CodeBank, ...]) -> tuple[tuple[int, ...], ...]:
+    """The different rates of these linears over the experts, ascending."""
+    return tuple(sorted({tuple(half for _, half in places) for places in zip(*(b.places for b in banks), strict=True)}))
+
+
+def _launch(key: KernelKey, device: torch.device, *arguments: int) -> None:
+    with torch.cuda.device(device):
+        kernel = compiler.ready(key)
+        kernel(*arguments, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
+
+
+def _arch(device: torch.device) -> str:
+    return arch_of_device(device.index).name
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _pitch(table: torch.Tensor | None) -> int:
+    """Elements between the rows of a table; a table of one row serves every expert."""
+    return 0 if table is None or table.shape[0] == 1 else table.stride(0)
+
+
+def make_blocks(
+    routes: PackedRoutes,
+    banks: tuple[CodeBank, ...],
+    half_bits: tuple[int, ...],
+    window: Window,
+    entries: torch.Tensor,
+    count: torch.Tensor,
+) -> Blocks:
+    """Cut the segments of a window into row blocks, on the current stream.
+
+    Args:
+        routes: packed routes.
+        banks: the linears that the blocks will be multiplied by.
+        half_bits: their rates; experts with others get no blocks.
+        window: the slots.
+        entries: `[block_capacity(slots, experts), 4] int32`, written as far as `count` says.
+        count: `[1] int32`, written.
+
+    Returns:
+        The blocks, which hold `entries` and `count`.
+    """
+    experts = banks[0].num_experts
+    most = block_capacity(window.slots, experts)
+    if entries.shape[0] < most:
+        raise KernelValueError(f"{window.slots} slots of {experts} experts need {most} row blocks, got {entries.shape[0]}")
+    _launch(
+        PrefillScheduleKey(_arch(entries.device)),
+        entries.device,
+        routes.expert_counts.data_ptr(),
+        routes.expert_offsets.data_ptr(),
+        banks[0].descriptors.data_ptr(),
+        banks[-1].descriptors.data_ptr(),
+        entries.data_ptr(),
+        count.data_ptr(),
+        experts,
+        window.first,
+        window.first + window.slots,
+        half_bits[0],
+        half_bits[-1],
+    )
+    return Blocks(half_bits, entries, count)
+
+
+def make_image(
+    x: torch.Tensor,
+    routes: PackedRoutes,
+    scales: tuple[torch.Tensor, ...],
+    images: tuple[torch.Tensor, ...],
+    window: Window,
+    *,
+    route_count: int,
+    routes_per_row: int,
+) -> None:
+    """Gather rows by route, scale and rotate them, and write their images.
+
+    Args:
+        x: `[rows, width]` float16, bfloat16 or float32; route r takes row r // routes_per_row.
+        routes: packed routes.
+        scales: for each image `[1 or experts, channels] float16`; none writes the rows as they are.
+        images: `[channels / 64, window slots, 64] float16` each, rows of live slots written.
+        window: the slots.
+        route_count: routes in all.
+        routes_per_row: routes that share a row of x.
+    """
+    channels = images[0].shape[0] * PANEL_CHANNELS
+    _launch(
+        PrefillImageKey(_arch(x.device), DTYPE_NAMES[x.dtype], len(scales)),
+        x.device,
+        x.data_ptr(),
+        _address(scales[0] if scales else None),
+        _address(scales[-1] if scales else None),
+        routes.route_indices.data_ptr(),
+        routes.block_experts.data_ptr(),
+        routes.packed_count.data_ptr(),
+        images[0].data_ptr(),
+        images[-1].data_ptr(),
+        window.first,
+        window.slots,
+        images[0].shape[1],
+        channels,
+        x.shape[1],
+        x.stride(0),
+        routes_per_row,
+        route_count,
+        scales[0].shape[0] if scales else 1,
+        scales[0].stride(0) if scales else 0,
+        routes.block_rows,
+    )
+
+
+def _gemm(
+    key: PrefillGemmKey,
+    banks: tuple[CodeBank, ...],
+    images: tuple[torch.Tensor, ...],
+    blocks: Blocks,
+    routes: PackedRoutes,
+    out: torch.Tensor,
+    scales: tuple[torch.Tensor | None, ...],
+    input_scales: torch.Tensor | None,
+    biases: tuple[torch.Tensor | None, ...],
+) -> None:
+    device = images[0].device
+    column_blocks = banks[0].n // 128
+    _launch(
+        key,
+        device,
+        banks[0].words.data_ptr(),
+        banks[0].descriptors.data_ptr(),
+        banks[-1].descriptors.data_ptr(),
+        images[0].data_ptr(),
+        images[-1].data_ptr(),
+        blocks.entries.data_ptr(),
+        blocks.count.data_ptr(),
+        routes.route_indices.data_ptr(),
+        out.data_ptr(),
+        _address(scales[0]),
+        _address(scales[-1]),
+        _address(input_scales),
+        _address(biases[0]),
+        _address(biases[-1]),
+        images[0].shape[1],
+        out.shape[1],
+        _pitch(scales[0]),
+        _pitch(input_scales),
+        _pitch(biases[0] if biases[0] is not None else biases[-1]),
+        banks[0].k // PANEL_CHANNELS,
+        column_blocks,
+        torch.cuda.get_device_properties(device).multi_processor_count,
+    )
+
+
+def join_rows(
+    banks: tuple[CodeBank, ...],
+    images: tuple[torch.Tensor, ...],
+    blocks: Blocks,
+    routes: PackedRoutes,
+    *,
+    scales: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...],
+    input_scales: torch.Tensor,
+    activation: Activation,
+    out: torch.Tensor,
+) -> None:
+    """Gate and up in one pass, rotated out, activated, and rotated into the basis of down.
+
+    Args:
+        banks: gate and up, or up alone.
+        images: one that both multiply, or one of each.
+        blocks: row blocks for the rates of `banks`.
+        routes: packed routes.
+        scales: `[1 or experts, intermediate] float16` each, output vectors of `banks`.
+        biases: as scales, or None.
+        input_scales: `[1 or experts, intermediate] float16`, the input vector of down.
+        activation: the law.
+        out: `[intermediate / 64, window slots, 64] float16`, rows of live slots written.
+    """
+    key = PrefillGemmKey(
+        arch=_arch(out.device),
+        codebook=banks[0].codebook,
+        half_bits=blocks.half_bits,
+        epilogue="join",
+        activation=activation,
+        joint_inputs=activation.gated and len(images) == 1,
+        biased=tuple(bias is not None for bias in biases),
+    )
+    _gemm(key, banks, images, blocks, routes, out, scales, input_scales, biases)
+
+
+def down_rows(
+    bank: CodeBank,
+    image: torch.Tensor,
+    blocks: Blocks,
+    routes: PackedRoutes,
+    *,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Down, rotated out, scaled and biased, to the row of each route.
+
+    Args:
+        bank: down.
+        image: `[intermediate / 64, window slots, 64] float16`.
+        blocks: row blocks for the rate of `bank`.
+        routes: packed routes.
+        scales: `[1 or experts, channels] float16`, output vectors.
+        bias: as scales, or None.
+        out: `[routes, channels]` float16 or float32, rows of the window's routes written.
+    """
+    key = PrefillGemmKey(
+        arch=_arch(out.device),
+        codebook=bank.codebook,
+        half_bits=blocks.half_bits,
+        epilogue="down",
+        biased=(bias is not None,),
+        out_dtype=DTYPE_NAMES[out.dtype],
+    )
+    _gemm(key, (bank,), (image,), blocks, routes, out, (scales,), None, (bias,))
+
+
+def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: torch.Tensor) -> torch.Tensor:
+    """out[r] = a[r] @ W[expert of r]; see `trellis_kernels.ops.grouped_gemm`."""
+    check_cuda("a", a)
+    check_dtype("a", a, torch.float16)
+    check_dtype("out", out, torch.float32)
+    check_shape("a", a, None, bank.k)
+    check_shape("out", out, a.shape[0], bank.n)
+    check_device(a.device, out=out, words=bank.words, route_indices=routes.route_indices)
+    check_shape("expert_counts", routes.expert_counts, bank.num_experts)
+    out.zero_()
+    window = whole_window(routes)
+    if not a.shape[0] or not window.slots:
+        return out
+    image = torch.empty(bank.k // PANEL_CHANNELS, window.slots, PANEL_CHANNELS, dtype=torch.float16, device=a.device)
+    make_image(a, routes, (), (image,), window, route_count=a.shape[0], routes_per_row=1)
+    entries = torch.empty(
+        block_capacity(window.slots, bank.num_experts), _ENTRY_WORDS, dtype=torch.int32, device=a.device
+    )
+    count = torch.empty(1, dtype=torch.int32, device=a.device)
+    for half_bits in rate_pairs((bank,)):
+        blocks = make_blocks(routes, (bank,), half_bits, window, entries, count)
+        key = PrefillGemmKey(_arch(a.device), bank.codebook, half_bits)
+        _gemm(key, (bank,), (image,), blocks, routes, out, (None,), None, (None,))
+    return out

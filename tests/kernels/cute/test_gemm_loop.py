@@ -1,0 +1,135 @@
+"""Holds the inner loop's registers to a matrix product: lane by lane in numpy, for every codebook and rate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trellis_format.codebooks import CODEBOOKS, get_codebook
+from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
+from trellis_format.rates import Rate
+from trellis_format.tiles import decode_inner
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+from trellis_kernels.cute import codebooks, gemm_loop
+from trellis_kernels.cute.gemm_share import share_of
+
+PAIRS = [
+    pytest.param(name, rate, id=f"{name}-{rate}")
+    for name in codebooks.DEVICE_CODEBOOKS
+    for rate in CODEBOOKS[name].legal_rates
+]
+STORED = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4
+
+
+class Memory:
+    """Global loads and the matrix product, in numpy."""
+
+    def __init__(self, codes: np.ndarray, rows: np.ndarray) -> None:
+        self.codes, self.rows = codes.view(np.uint32).reshape(-1), rows.view(np.uint32).reshape(-1)
+
+    def load_words(self, address, count, *, read_only=True, once=False):
+        assert np.all(address % (4 * count) == 0)
+        memory = self.codes if read_only else self.rows
+        return [memory[address // 4 + index] for index in range(count)]
+
+    @staticmethod
+    def pull_from_lane(value, lane):
+        return value[lane]
+
+    @staticmethod
+    def multiply_halves(a, b, c):
+        left, right = np.zeros((16, 16)), np.zeros((16, 8))
+        for index in range(4):
+            pair = np.ascontiguousarray(a[index]).view(np.float16).reshape(32, 2).astype(np.float64)
+            for half in range(2):
+                left[G + 8 * (index % 2), 2 * T + half + 8 * (index // 2)] = pair[:, half]
+        for index in range(2):
+            pair = np.ascontiguousarray(b[index]).view(np.float16).reshape(32, 2).astype(np.float64)
+            for half in range(2):
+                right[2 * T + half + 8 * index, G] = pair[:, half]
+        product = left @ right
+        return [c[z] + product[G + 8 * (z // 2), 2 * T + z % 2] for z in range(4)]
+
+    @staticmethod
+    def multiply_bytes(a, b, c):
+        left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+        for index in range(4):
+            four = np.ascontiguousarray(a[index]).view(np.uint8).reshape(32, 4)
+            for byte in range(4):
+                left[G + 8 * (index % 2), 4 * T + byte + 16 * (index // 2)] = four[:, byte]
+        for index in range(2):
+            four = np.ascontiguousarray(b[index]).view(np.int8).reshape(32, 4)
+            for byte in range(4):
+                right[4 * T + byte + 16 * index, G] = four[:, byte]
+        product = left @ right
+        return [c[z] + product[G + 8 * (z // 2), 2 * T + z % 2] for z in range(4)]
+
+
+def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic, columns, within):
+    """One step of strip 1 in numpy: sums `[4, columns, 4, lanes]`, the chains added up."""
+    for module in (codebooks, gemm_loop):
+        monkeypatch.setattr(module, "primitives", numpy_warp)
+    monkeypatch.setattr(gemm_loop, "gemm_primitives", Memory(codes, stored))
+    monkeypatch.setattr(gemm_loop, "Int64", np.int64)
+    share = share_of(rate)
+    words = np.zeros((1, share.step_words, 32), np.uint32)
+    row_words = np.zeros((1, columns, gemm_loop.row_words(arithmetic), 32), np.uint32)
+    sums = np.zeros((4, columns, gemm_loop.sum_chains(columns, arithmetic), 4, 32))
+    g_share = 4 * rate.tile_bytes + gemm_loop.lane_offset(rate, codes.shape[1], LANE)
+    gemm_loop.load_share(words, 0, g_share, share)
+    gemm_loop.load_rows(row_words, 0, within, 0, columns, arithmetic)
+    gemm_loop.consume(sums, words, row_words, 0, 0, share, LANE, codebook, columns, arithmetic)
+    return sums.sum(axis=2)
+
+
+def channel_of(rate: Rate, place: int) -> np.ndarray:
+    """Output channel of each lane's sums of a place."""
+    share = share_of(rate)
+    piece, index = (0, place) if share.is_wide else (place, 0)
+    return np.array([share.column(piece, index, g) for g in G])
+
+
+@pytest.mark.parametrize(("codebook", "rate"), PAIRS)
+def test_one_step_of_a_strip_is_the_product(monkeypatch, numpy_warp, codebook: str, rate: Rate) -> None:
+    rng = np.random.default_rng(rate.half_bits)
+    columns = 2
+    codes = rng.integers(-(2**15), 2**15, (4, 8, rate.tile_words16), dtype=np.int16)
+    rows = rng.standard_normal((16, 64)).astype(np.float16)
+    stored = np.ascontiguousarray(rows.reshape(16, 4, 16)[:, :, STORED]).reshape(16, 64)
+    within = [(column * 8 + G) * 128 + T * 32 for column in range(columns)]
+    sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, "exact", columns, within)
+    found = np.zeros((16, 64))
+    for place in range(4):
+        for column in range(columns):
+            for z in range(4):
+                found[column * 8 + 2 * T + z % 2, channel_of(rate, place) + 8 * (z // 2)] = sums[place, column, z]
+    weight = decode_inner(codes, get_codebook(codebook), rate).astype(np.float64)[:, 64:128]
+    np.testing.assert_allclose(found, rows.astype(np.float64) @ weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("rate", get_codebook("mul1").legal_rates, ids=str)
+def test_one_step_of_bytes_is_the_product_of_byte_sums(monkeypatch, numpy_warp, rate: Rate, columns: int) -> None:
+    rng = np.random.default_rng(rate.half_bits)
+    count = 4 * columns
+    codes = rng.integers(-(2**15), 2**15, (4, 8, rate.tile_words16), dtype=np.int16)
+    whole = rng.integers(-32639, 32640, (count, 64))
+    high = (whole + 128) >> 8
+    parts = np.stack((high, whole - 256 * high), axis=1).reshape(count, 2, 4, 16)[..., STORED]
+    stored = np.ascontiguousarray(parts.transpose(0, 2, 1, 3)).astype(np.int8)
+    within = [(column * 4 + G // 2) * 128 + T * 32 + G % 2 * 16 for column in range(columns)]
+    sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, "mul1", "bytes", columns, within)
+    found = np.zeros((2, count, 64))
+    for place in range(4):
+        for column in range(columns):
+            for z in range(4):
+                found[z % 2, column * 4 + T, channel_of(rate, place) + 8 * (z // 2)] = sums[place, column, z]
+    # the law is fp16(scale * (1024 + S) + bias), so rounding undone S is the nearest integer
+    scale, bias = (np.array(bits, np.uint16).view(np.float16).astype(np.float64) for bits in (SCALE_BITS, BIAS_BITS))
+    weight = decode_inner(codes, get_codebook("mul1"), rate).astype(np.float64)[:, 64:128]
+    byte_sums = np.rint((weight - bias) / scale - 1024)
+    np.testing.assert_array_equal(256 * found[0] + found[1], whole @ byte_sums)

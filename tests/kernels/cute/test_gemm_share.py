@@ -1,0 +1,64 @@
+"""Holds a lane's share to the ring: every window, for every rate, from the fewest shifted words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trellis_format.rates import ALL_RATES, STATE_BITS, Rate
+from trellis_format.ring import unpack_states
+from trellis_kernels.cute.gemm_share import cover_cuts, cut_in_turn, share_of
+from trellis_kernels.cute.window import plan_cuts, shift_count
+
+LANES = np.arange(32)
+GROUPS, QUARTERS = LANES // 4, LANES % 4
+
+
+@pytest.mark.parametrize("rate", ALL_RATES, ids=str)
+def test_lanes_cut_every_state_of_a_strip(rate: Rate, numpy_warp) -> None:
+    share = share_of(rate)
+    tiles = np.random.default_rng(rate.half_bits).integers(-(2**15), 2**15, (4, rate.tile_words16), dtype=np.int16)
+    words = np.ascontiguousarray(tiles).view(np.uint32)
+    strip = words.reshape(-1)
+    states = unpack_states(tiles, rate).astype(np.int64) & 0xFFFF
+    for piece in range(share.pieces):
+        first = GROUPS * share.words + piece * rate.tile_words32
+        own = [strip[first + index] for index in range(share.words)]
+        before = LANES ^ 4 if share.is_wide else (LANES - 4) % 32
+        backwards = [*reversed(own), own[-1][before]]
+        found = cut_in_turn(
+            backwards, share.cuts, funnel_right=numpy_warp.funnel_right, permute=numpy_warp.permute_bytes
+        )
+        for place, twice in enumerate(found):
+            index, position = divmod(place, 32)
+            channel = np.array([share.column(piece, index, g) for g in GROUPS])
+            expected = states[channel // 16, (channel % 16) * 32 + position]
+            np.testing.assert_array_equal(twice, expected | expected << 16)
+
+
+@pytest.mark.parametrize("rate", ALL_RATES, ids=str)
+def test_columns_cover_the_strip_once(rate: Rate) -> None:
+    share = share_of(rate)
+    channels = [
+        share.column(piece, index, g) + half
+        for piece in range(share.pieces)
+        for index in range(share.columns)
+        for g in range(8)
+        for half in (0, 8)
+    ]
+    assert sorted(channels) == list(range(64))
+    assert share.step_words * 32 * 32 == 64 * 64 * rate.half_bits // 2
+
+
+@pytest.mark.parametrize("rate", ALL_RATES, ids=str)
+def test_cover_takes_no_more_shifts_than_the_plan_of_single_registers(rate: Rate) -> None:
+    lags = tuple(int(lag) for lag in rate.ends()[127] - rate.ends()[:128])
+    assert shift_count(cover_cuts(lags)) <= shift_count(plan_cuts(lags))
+    assert all(0 <= cut.low and cut.low % 8 == cut.high % 8 for cut in cover_cuts(lags))
+
+
+def test_three_bits_take_three_shifts_for_five_windows() -> None:
+    # seven of eight windows are off a byte, and a shifted word holds one and a half of them
+    assert shift_count(share_of(Rate.of(3)).cuts) == 77
+    assert len(share_of(Rate.of(3)).cuts) == 128
+    assert STATE_BITS == 16
