@@ -1,6 +1,6 @@
 """Owns the planner and the launch API of trellis mixture-of-experts layers.  It must not know file layouts.
 
-    plan_weights -> prepare_weights -> plan_execution -> bind -> run
+plan_weights -> prepare_weights -> plan_execution -> bind -> run
 """
 
 from __future__ import annotations

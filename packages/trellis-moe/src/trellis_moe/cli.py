@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
 from trellis_format.activations import ACTIVATIONS
 from trellis_format.errors import FormatError
 from trellis_kernels import KernelError
-from trellis_prep import PrepError
-
 from trellis_moe.commands.demo import demo
 from trellis_moe.commands.run import RunRequest, run
-from trellis_moe.errors import MoeError
+from trellis_moe.errors import MoeError, MoeValueError
+from trellis_prep import PrepError
 
 __all__ = ["main"]
 
-EXIT_OK, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 _REFUSALS = (FormatError, PrepError, KernelError, MoeError)
 
 
@@ -34,27 +37,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words after the program's name; None takes the process's.
 
     Returns:
-        0 if all went well, 1 if the demo is outside its bounds, 2 if an argument or a file was refused.
+        0 if all went well; 1 if the demo is outside its bounds or stdout cannot be written; 2 if an argument or a file
+        was refused; 130 after an interrupt.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
     options = _parser().parse_args(arguments)
     try:
         code: int = options.command(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a failure can be told
     except _REFUSALS as error:
-        print(f"trellis-moe: error: {_printable(str(error))}", file=sys.stderr)
+        _tell(f"error: {error}")
         return EXIT_REFUSED
     except KeyboardInterrupt:
-        print("trellis-moe: interrupted", file=sys.stderr)
-        return 130
+        _tell("interrupted")
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of stdout went away; nothing is left to say
+        _drop_stdout()  # its reader went away; nothing is left to say
+        return EXIT_FAILED
+    except OSError as error:
+        if error.filename is not None:
+            _tell(f"error: {error.filename}: {error.strerror or error}")
+            return EXIT_REFUSED
+        _drop_stdout()
+        _tell(f"error: standard output: {error.strerror or error}")
         return EXIT_FAILED
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others of the command are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_REFUSED, f"{self.prog}: error: {_printable(message)} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trellis-moe", description="Mixture-of-experts layers from trellis-quantised checkpoints."
-    )
+    parser = _Parser(prog="trellis-moe", description="Mixture-of-experts layers from trellis-quantised checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("run", help="run one layer's experts over an input file")
     one.set_defaults(command=_run)
@@ -80,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     if (options.tp_rank is None) != (options.tp_size is None):
-        print("trellis-moe: error: --tp-rank and --tp-size go together", file=sys.stderr)
-        return EXIT_REFUSED
+        alone = "--tp-rank" if options.tp_size is None else "--tp-size"
+        raise MoeValueError(f"{alone} is given alone; --tp-rank and --tp-size go together")
     report = run(
         RunRequest(
             checkpoint=options.checkpoint,
@@ -103,8 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     if options.tokens <= 0:
-        print(f"trellis-moe: error: --tokens must be positive, got {options.tokens}", file=sys.stderr)
-        return EXIT_REFUSED
+        raise MoeValueError(f"--tokens must be positive, got {options.tokens}")
     report = demo(
         checkpoint=options.checkpoint,
         layer=options.layer,
@@ -121,14 +140,13 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     geometry, seconds = report["geometry"], report["seconds"]
-    table = Table(title=f"layer {report['layer']} of {_printable(report['checkpoint'])}", show_header=False)
-    stored = "" if geometry["hidden_size"] == geometry["padded_hidden_size"] else f" (stored {geometry['padded_hidden_size']})"
-    inner = geometry["intermediate_size"], geometry["padded_intermediate_size"]
+    title = Text(f"layer {report['layer']} of {_printable(report['checkpoint'])}")  # a str would be read as markup
+    table = Table(title=title, show_header=False)
     rows = {
         "experts": f"{geometry['num_experts']}, top {report['top_k']}",
-        "hidden": f"{geometry['hidden_size']}{stored}",
-        "intermediate": f"{inner[0]}" + (f" (stored {inner[1]})" if inner[0] != inner[1] else ""),
-        "channels": f"{report['channels'][0]}..{report['channels'][1]} of {inner[1]}",
+        "hidden": _width(geometry["hidden_size"], geometry["padded_hidden_size"]),
+        "intermediate": _width(geometry["intermediate_size"], geometry["padded_intermediate_size"]),
+        "channels": f"{report['channels'][0]}..{report['channels'][1]} of {geometry['padded_intermediate_size']}",
         "codebook, K": f"{report['codebook']}, {', '.join(f'{rate:g}' for rate in report['rates'])}",
         "activation": f"{report['activation']}, {report['io_dtype']} in",
         "tokens": str(report["tokens"]),
@@ -145,6 +163,8 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
             rows[f"error to {label}"] = f"{report[name]:.2e} relative L2, {verdict} {bound:.0e}"
     if "routes_agree" in report:
         rows["routes"] = "as exllamav3's" if report["routes_agree"] else "DIFFER from exllamav3's"
+    if report["non_finite_tokens"]:
+        rows["not finite"] = f"{report['non_finite_tokens']} of {report['tokens']} tokens have infinities or NaN"
     if "output" in report:
         rows["output"] = _printable(report["output"])
     for name, value in rows.items():
@@ -152,6 +172,22 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     Console().print(table)
 
 
+def _width(size: int, stored: int) -> str:
+    return str(size) if size == stored else f"{size} (stored {stored})"
+
+
 def _printable(text: str) -> str:
-    """Text without control characters, so that a name in a file cannot drive the terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    """Text without control characters, so that a name in a file cannot drive the terminal or feign another line."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _tell(message: str) -> None:
+    """One line on stderr, where there is one."""
+    if sys.stderr is not None:
+        print(f"trellis-moe: {_printable(message)}", file=sys.stderr)
+
+
+def _drop_stdout() -> None:
+    """Send what is still buffered nowhere, or the interpreter would try again at exit and fail."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

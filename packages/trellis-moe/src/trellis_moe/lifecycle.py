@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from trellis_format.source import TrellisWeights
-from trellis_prep import PreparedExperts, TrellisStaging, prepare
 
+from trellis_format.source import TrellisWeights
 from trellis_moe.plan import WeightPlan
+from trellis_prep import PreparedExperts, TrellisStaging, prepare
 
 __all__ = ["prepare_weights"]
 

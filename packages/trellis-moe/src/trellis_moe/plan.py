@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource
 from trellis_kernels import BLOCK_ROWS, OPS, backend_for
-from trellis_prep import plan_layout
-
-from trellis_moe.errors import MoeTypeError, MoeValueError
+from trellis_moe.errors import MoeValueError
 from trellis_moe.scratch import ScratchBuffer, op_by_op_scratch, total_bytes
-from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec
+from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec, check_type
+from trellis_prep import plan_layout
 
 __all__ = ["ExecutionPlan", "WeightPlan", "plan_execution", "plan_weights"]
 
@@ -74,16 +74,16 @@ class ExecutionPlan:
     def explain(self) -> str:
         """What will run and why, in words."""
         source, extent = self.weights.source, self.weights.extent
-        geometry = source.geometry
+        geometry, law = source.geometry, self.activation
         rates = ", ".join(str(rate) for rate in source.rates.distinct())
         lines = [
-            f"{geometry.num_experts} experts, hidden {geometry.hidden_size} (stored {geometry.padded_hidden_size}), "
-            f"intermediate {geometry.intermediate_size} (stored {geometry.padded_intermediate_size}), "
-            f"codebook {source.codebook}, K = {rates}",
+            f"{geometry.num_experts} experts, codebook {source.codebook}, K = {rates}",
+            f"hidden {geometry.hidden_size} channels, stored {geometry.padded_hidden_size}",
+            f"intermediate {geometry.intermediate_size} channels, stored {geometry.padded_intermediate_size}",
             f"share: channels {extent.first_channel}..{extent.end_channel} of {extent.global_intermediate_size}",
             f"up to {self.capacity.max_tokens} tokens x {self.capacity.top_k} routes, blocks of {self.block_rows} rows",
-            f"activation {self.activation.nonlinearity.kind}, {self.activation.io_dtype} in, "
-            f"{self.activation.output_dtype} out, {self.activation.rotation_dtype} operands, float32 sums",
+            f"activation {law.nonlinearity.kind}",
+            f"dtypes: {law.io_dtype} in, {law.rotation_dtype} operands, float32 sums, {law.output_dtype} out",
             "reduction: each token's routes in slot order (deterministic)",
             "ops: " + ", ".join(f"{op} on {backend}" for op, backend in self.backends),
             f"prepared {self.weights.required_nbytes()} bytes, scratch {self.required_nbytes()} bytes: "
@@ -100,12 +100,12 @@ def plan_weights(source: TrellisSource, extent: TrellisExtent | None = None) -> 
         extent: the share of the intermediate axis (default: all that the source covers).
 
     Raises:
-        MoeTypeError: if `source` is not a `TrellisSource`.
+        MoeTypeError: if `source` is not a `TrellisSource` or `extent` not a `TrellisExtent`.
         PrepValueError, FormatValueError: if the extent does not fit the source or cuts a Hadamard block.
     """
-    if not isinstance(source, TrellisSource):
-        raise MoeTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
-    share = extent or source.extent
+    check_type("source", source, TrellisSource)
+    share = source.extent if extent is None else extent
+    check_type("extent", share, TrellisExtent)
     plan_layout(source, share)
     return WeightPlan(source=source, extent=share)
 
@@ -128,8 +128,15 @@ def plan_execution(
         device: where it will run; only its type matters.
 
     Raises:
+        MoeTypeError: if a declaration is of another type.
         MoeValueError: if the law's gate does not fit the experts, or the device is neither cpu nor cuda.
     """
+    routing = RoutingSpec() if routing is None else routing
+    for name, value, kind in (
+        ("weights", weights, WeightPlan), ("activation", activation, ActivationSpec),
+        ("capacity", capacity, ExecutionCapacity), ("routing", routing, RoutingSpec),
+    ):  # fmt: skip
+        check_type(name, value, kind)
     geometry = weights.source.geometry
     if activation.nonlinearity.gated != geometry.gated:
         having = "have a gate" if geometry.gated else "have no gate"
@@ -137,19 +144,27 @@ def plan_execution(
             f"activation {activation.nonlinearity.kind} takes {'a' if activation.nonlinearity.gated else 'no'} gate, "
             f"the experts {having}"
         )
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        raise MoeValueError(f"device must be cpu or cuda, got {kind}")
+    device_type = _device_type(device)
     return ExecutionPlan(
         weights=weights,
         activation=activation,
-        routing=routing or RoutingSpec(),
+        routing=routing,
         capacity=capacity,
-        device_type=kind,
+        device_type=device_type,
         block_rows=_block_rows(capacity, geometry.num_experts),
-        backends=tuple((op, backend_for(op, torch.device(kind))) for op in OPS),
+        backends=tuple((op, backend_for(op, torch.device(device_type))) for op in OPS),
         scratch=op_by_op_scratch(weights, capacity),
     )
+
+
+def _device_type(device: torch.device | str) -> str:
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise MoeValueError(f"device must be cpu or cuda, got {device!r}") from error
+    if kind not in ("cpu", "cuda"):
+        raise MoeValueError(f"device must be cpu or cuda, got {kind}")
+    return kind
 
 
 def _block_rows(capacity: ExecutionCapacity, num_experts: int) -> int:

@@ -1,4 +1,7 @@
-"""Owns the scratch of a launch: buffers by name, dtype and size, and their places in one arena.  It must not allocate."""
+"""Owns the scratch of a launch: its buffers by name, dtype and size, and their places in an arena.
+
+It must not allocate.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[
     """Buffers of the path that runs one op after the other, for its largest launch.
 
     The rotated input of gate and up is one buffer used twice; the rotated activation overlays nothing, so that each
-    buffer can be read after a launch.
+    buffer can be read after a launch.  Route weights are held once more because those of dropped routes must be zero:
+    a caller may pass anything there, and NaN times a row of zeros is NaN.
     """
     routes = capacity.routes
     hidden, width = weights.source.geometry.padded_hidden_size, weights.extent.width
@@ -48,6 +52,7 @@ def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[
     return (
         ScratchBuffer("experts", "int64", (routes,)),
         ScratchBuffer("tokens", "int64", (routes,)),
+        ScratchBuffer("route_weights", "float32", (routes,)),
         ScratchBuffer("rotated_input", "float16", (routes, hidden)),
         *gate,
         ScratchBuffer("up", "float32", (routes, width)),
@@ -69,15 +74,22 @@ def carve(arena: torch.Tensor, buffers: Iterable[ScratchBuffer]) -> dict[str, to
         buffers: what to place.
 
     Raises:
-        MoeTypeError: if the arena is not uint8.
+        MoeTypeError: if the arena is not a uint8 tensor.
         MoeValueError: if it is not one contiguous axis, is misaligned, or is too small; names both numbers.
     """
     buffers = tuple(buffers)
     needed = total_bytes(buffers)
-    if arena.dtype != torch.uint8:
-        raise MoeTypeError(f"scratch must be uint8, got {arena.dtype}")
-    if arena.ndim != 1 or not arena.is_contiguous() or arena.data_ptr() % ALIGNMENT:
-        raise MoeValueError(f"scratch must be one contiguous axis on a boundary of {ALIGNMENT} bytes")
+    if not isinstance(arena, torch.Tensor) or arena.dtype != torch.uint8:
+        got = arena.dtype if isinstance(arena, torch.Tensor) else type(arena).__name__
+        raise MoeTypeError(f"scratch must be a tensor of torch.uint8, got {got}")
+    if arena.ndim != 1 or not arena.is_contiguous():
+        raise MoeValueError(
+            f"scratch must be one contiguous axis of bytes, got shape {list(arena.shape)}, strides {arena.stride()}"
+        )
+    if arena.data_ptr() % ALIGNMENT:
+        raise MoeValueError(
+            f"scratch begins {arena.data_ptr() % ALIGNMENT} bytes past a boundary of {ALIGNMENT}; it must begin on one"
+        )
     if arena.numel() < needed:
         raise MoeValueError(f"scratch has {arena.numel()} bytes, the plan needs {needed}")
     views, first = {}, 0

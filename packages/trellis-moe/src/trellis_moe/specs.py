@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-from trellis_format.activations import Activation
 
+from trellis_format.activations import Activation
 from trellis_moe.errors import MoeTypeError, MoeValueError
 
-__all__ = ["IO_DTYPES", "ActivationSpec", "ExecutionCapacity", "RoutingSpec", "io_dtype_name"]
+__all__ = ["IO_DTYPES", "ActivationSpec", "ExecutionCapacity", "RoutingSpec", "check_type", "io_dtype_name"]
 
 IO_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -20,6 +20,17 @@ IO_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
 }
 """Activation dtypes by name."""
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Accept a value of a type.
+
+    Raises:
+        MoeTypeError: if it is of another; names both.
+    """
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise MoeTypeError(f"{name} must be {article} {kind.__name__}, got {type(value).__name__}")
 
 
 def io_dtype_name(dtype: torch.dtype) -> str:
@@ -55,11 +66,11 @@ class ActivationSpec:
     rotation_dtype: str = "float16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.nonlinearity, Activation):
-            raise MoeTypeError(f"nonlinearity must be an Activation, got {type(self.nonlinearity).__name__}")
+        check_type("nonlinearity", self.nonlinearity, Activation)
         for name in ("io_dtype", "output_dtype"):
-            if getattr(self, name) not in IO_DTYPES:
-                raise MoeValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(IO_DTYPES)}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in IO_DTYPES:
+                raise MoeValueError(f"{name} {value!r} is not one of the names {', '.join(IO_DTYPES)}")
         if self.rotation_dtype != "float16":
             raise MoeValueError(f"rotation_dtype {self.rotation_dtype!r} is not float16")
 

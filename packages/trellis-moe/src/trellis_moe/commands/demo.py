@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
 from trellis_format.checkpoint import open_checkpoint
 from trellis_format.exl3.layers import find_layer
 from trellis_format.reference import moe_forward
-
 from trellis_moe.commands.layer import choose_device, open_layer, run_layer
 from trellis_moe.commands.progress import progress_bar
 from trellis_moe.commands.router import route
@@ -80,14 +80,14 @@ def demo(
 
 
 def _repository_data() -> Path:
-    """The test data of the clone that this package runs from."""
-    for parent in Path(__file__).resolve().parents:
+    """The test data of the clone that this package, or else this process, runs in."""
+    for parent in (*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents):
         data = parent / "tests" / "data"
         if (data / "checkpoints" / DEMO_CHECKPOINT / "config.json").is_file():
             return data
     raise MoeValueError(
-        "the demo's checkpoint is in the repository (tests/data), and this package does not run from a clone of it; "
-        "give --checkpoint DIR"
+        "the demo's checkpoint is in the repository (tests/data), and neither this package nor this process runs in a "
+        "clone of it; give --checkpoint DIR"
     )
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from trellis_format.files import read_header
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
+from trellis_format.files import read_header
 from trellis_moe.errors import MoeTypeError, MoeValueError
 
 __all__ = ["LayerInput", "check_output_path", "read_input", "write_output"]
@@ -68,48 +70,81 @@ def read_input(path: Path, *, hidden_size: int, num_experts: int) -> LayerInput:
         )
     if ids[1] == 0:
         raise MoeValueError(f"{path}: topk_ids: top_k is 0; a token needs at least one route (-1 is no expert)")
-    tensors = load_file(path)
-    data = LayerInput(*(tensors[name].contiguous() for name in ("x", "topk_ids", "topk_weights")))
+    data = LayerInput(*_load(path, "x", "topk_ids", "topk_weights"))
     _check_ids(path, data.topk_ids, num_experts)
     _check_weights(path, data.topk_weights)
     return data
 
 
-def check_output_path(path: Path, *, source: Path) -> None:
+def check_output_path(path: Path, *, source: Path, checkpoint: Path) -> None:
     """Accept a path that can be written, before any work is done.
 
+    Args:
+        path: the output; where it is a link, what it leads to.
+        source: the input file, which must stay.
+        checkpoint: the checkpoint's directory, whose files must stay.
+
     Raises:
-        MoeValueError: if its directory does not exist or is not writable, it is a directory, or it is the input.
+        MoeValueError: if its directory does not exist or is not writable, it is a directory or a device, it is the
+            input, or it is a file of the checkpoint.
     """
-    if path.is_dir():
-        raise MoeValueError(f"{path}: the output must be a file, this is a directory")
-    if not path.parent.is_dir():
-        raise MoeValueError(f"{path}: the directory {path.parent} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise MoeValueError(f"{path}: the directory {path.parent} is not writable")
-    if path.exists() and source.exists() and path.samefile(source):
+    try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise MoeValueError(f"{path}: the output must be a file, this is a directory")
+        if not target.parent.is_dir():
+            raise MoeValueError(f"{path}: the directory {target.parent} does not exist")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise MoeValueError(f"{path}: the directory {target.parent} is not writable")
+        if not target.exists():
+            return
+        if not stat.S_ISREG(target.stat().st_mode):
+            raise MoeValueError(f"{path}: the output must be a regular file, this is a device, a pipe or a socket")
+    except OSError as error:
+        raise MoeValueError(f"{path}: cannot be written: {error.strerror or error}") from error
+    if _is_same(target, source):
         raise MoeValueError(f"{path}: the output must not be the input file")
+    with contextlib.suppress(OSError):  # a directory that cannot be listed is refused where it is opened
+        if any(_is_same(target, file) for file in checkpoint.iterdir()):
+            raise MoeValueError(f"{path}: the output must not be a file of the checkpoint {checkpoint}")
 
 
 def write_output(path: Path, y: torch.Tensor) -> None:
-    """Write `y [tokens, hidden] float32` under a temporary name, then rename it into place.
+    """Write `y [tokens, hidden] float32` beside its place under a temporary name, then rename it.
 
     Raises:
         MoeValueError: if the file cannot be written; nothing is left behind.
     """
+    target = os.path.realpath(path)  # a link stays, and what it leads to is replaced
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".trellis-", suffix=".part")
         os.close(handle)
         try:
             save_file({"y": y.contiguous()}, temporary)
             os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files, an output is an ordinary one
-            os.replace(temporary, path)
+            os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-    except OSError as error:
-        raise MoeValueError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise MoeValueError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _is_same(target: Path, other: Path) -> bool:
+    try:
+        return target.samefile(other)
+    except OSError:
+        return False
+
+
+def _load(path: Path, *names: str) -> list[torch.Tensor]:
+    """Those tensors of a file; others may have dtypes that torch lacks."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return [file.get_tensor(name).contiguous() for name in names]
+    except (OSError, SafetensorError) as error:
+        raise MoeValueError(f"{path}: cannot be read: {error}") from error
 
 
 def _umask() -> int:

@@ -11,20 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from trellis_format.activations import Activation
+
+from trellis_format.activations import ACTIVATIONS, Activation
 from trellis_format.checkpoint import open_checkpoint
 from trellis_format.exl3 import trellis_from_exl3
 from trellis_format.exl3.layers import find_layer
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_prep import PreparedExperts, TrellisStaging, rank_extent
-
-from trellis_moe.binding import bind
+from trellis_moe.binding import Binding, bind
 from trellis_moe.errors import MoeValueError
 from trellis_moe.lifecycle import prepare_weights
 from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
+from trellis_moe.scratch import op_by_op_scratch, total_bytes
 from trellis_moe.specs import ActivationSpec, ExecutionCapacity, io_dtype_name
+from trellis_prep import PreparedExperts, TrellisStaging, rank_extent
 
-__all__ = ["Layer", "LayerRun", "choose_device", "open_layer", "run_layer"]
+__all__ = ["MAX_SCRATCH_BYTES", "Layer", "LayerRun", "choose_device", "open_layer", "run_layer"]
+
+MAX_SCRATCH_BYTES = 256 << 20
+"""Most scratch of a launch, in bytes; more tokens are run in several launches."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -88,9 +92,10 @@ def open_layer(
     described = find_layer(opened, layer) if pattern is None else find_layer(opened, layer, pattern=pattern)
     source, weights = trellis_from_exl3(described, activation=activation)
     if source.activation is None:
+        key = described.config.activation_key() or "hidden_act"
         raise MoeValueError(
-            f"{checkpoint / 'config.json'}: names no activation of the experts that is known "
-            f"(hidden_act {described.config.hidden_act!r}, model_type {described.config.model_type!r}); give --activation"
+            f"{checkpoint / 'config.json'}: {key} is {getattr(described.config, key)!r}, no activation that is known; "
+            f"give --activation, one of {', '.join(ACTIVATIONS)}"
         )
     return Layer(source, weights, time.perf_counter() - begin)
 
@@ -123,14 +128,16 @@ def run_layer(
     Raises:
         PrepError, MoeError, FormatError: if a plan, a device or a file does not hold up.
     """
-    tell = progress or (lambda stage, done, total: None)
+    tell = progress or (lambda _stage, _done, _total: None)
     extent = rank_extent(layer.source.geometry.padded_intermediate_size, rank, world_size)
     weight_plan: WeightPlan = plan_weights(layer.source, extent)
     assert layer.source.activation is not None  # open_layer refuses a layer without one
     plan = plan_execution(
         weight_plan,
         activation=ActivationSpec(nonlinearity=layer.source.activation, io_dtype=io_dtype_name(x.dtype)),
-        capacity=ExecutionCapacity(max_tokens=max(x.shape[0], 1), top_k=topk_ids.shape[1]),
+        capacity=ExecutionCapacity(
+            max_tokens=_launch_tokens(weight_plan, x.shape[0], topk_ids.shape[1]), top_k=topk_ids.shape[1]
+        ),
         device=device,
     )
     begin = time.perf_counter()
@@ -142,9 +149,30 @@ def run_layer(
         progress=lambda done, total: tell("prepare", done, total),
     )
     prepared = time.perf_counter()
-    binding = bind(plan, experts)
-    y = torch.empty(x.shape, dtype=torch.float32, device=experts.device)
-    inputs = (tensor.to(experts.device) for tensor in (x, topk_ids, topk_weights))
-    binding.run(*inputs, out=y, progress=lambda done, total: tell("run", done, total))
-    result = y.cpu()
-    return LayerRun(result, plan, experts, prepared - begin, time.perf_counter() - prepared)
+    y = _launch(bind(plan, experts), x, topk_ids, topk_weights, tell)
+    return LayerRun(y, plan, experts, prepared - begin, time.perf_counter() - prepared)
+
+
+def _launch_tokens(weights: WeightPlan, tokens: int, top_k: int) -> int:
+    """Tokens of one launch, so that scratch stays within its bound however many there are; a token at least."""
+    each = total_bytes(op_by_op_scratch(weights, ExecutionCapacity(max_tokens=1, top_k=top_k)))
+    return max(min(tokens, MAX_SCRATCH_BYTES // each), 1)
+
+
+def _launch(
+    binding: Binding, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tell: Progress
+) -> torch.Tensor:
+    """All tokens, launch by launch; a token's bits do not depend on which others share its launch."""
+    y = torch.empty(x.shape, dtype=torch.float32)
+    step, device = binding.plan.capacity.max_tokens, binding.experts.device
+    for first in range(0, x.shape[0], step):
+        part = slice(first, first + step)
+        inputs = (tensor[part].to(device) for tensor in (x, topk_ids, topk_weights))
+        out = torch.empty(y[part].shape, dtype=y.dtype, device=device)
+        y[part] = binding.run(*inputs, out=out, progress=_after(first, x.shape[0], out.shape[0], tell))
+    return y
+
+
+def _after(first: int, tokens: int, share: int, tell: Progress) -> Callable[[int, int], None]:
+    """Progress of one launch as progress over all tokens."""
+    return lambda done, total: tell("run", first * total + share * done, tokens * total)

@@ -29,6 +29,7 @@ def progress_bar(enabled: bool = True) -> Iterator[Tell]:
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn(),
         console=console, transient=True,
     )  # fmt: skip
+    wanted = enabled and sys.stderr is not None and sys.stderr.isatty()  # None where the process began without one
     begin, tasks, shown = time.monotonic(), dict[str, TaskID](), False
 
     def tell(stage: str, done: int, total: int) -> None:
@@ -36,7 +37,7 @@ def progress_bar(enabled: bool = True) -> Iterator[Tell]:
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=max(total, 1))
         bar.update(tasks[stage], completed=done, total=max(total, 1))
-        if enabled and not shown and sys.stderr.isatty() and time.monotonic() - begin > _QUIET_SECONDS:
+        if wanted and not shown and time.monotonic() - begin > _QUIET_SECONDS:
             shown = True
             bar.start()
 

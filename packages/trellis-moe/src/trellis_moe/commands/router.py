@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+
 from trellis_format.checkpoint import Checkpoint
 from trellis_format.exl3.layers import Exl3Layer
-
 from trellis_moe.errors import MoeUnsupportedError, MoeValueError
 
 __all__ = ["route"]

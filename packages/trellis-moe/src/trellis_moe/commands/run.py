@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trellis_format.activations import Activation
-from trellis_prep import rank_extent
+import torch
 
+from trellis_format.activations import Activation
 from trellis_moe.commands.files import check_output_path, read_input, write_output
 from trellis_moe.commands.layer import Layer, LayerRun, choose_device, open_layer, run_layer
 from trellis_moe.commands.progress import progress_bar
+from trellis_prep import rank_extent
 
 __all__ = ["RunRequest", "describe_run", "run"]
 
@@ -45,7 +46,7 @@ def run(request: RunRequest, *, show_progress: bool = True) -> dict[str, Any]:
         FormatError, PrepError, MoeError: if something is refused; nothing is written.
     """
     device = choose_device(request.device)
-    check_output_path(request.output, source=request.input)
+    check_output_path(request.output, source=request.input, checkpoint=request.checkpoint)
     law = Activation(request.activation) if request.activation else None
     layer = open_layer(
         request.checkpoint,
@@ -100,6 +101,7 @@ def describe_run(layer: Layer, result: LayerRun) -> dict[str, Any]:
         "io_dtype": plan.activation.io_dtype,
         "channels": [extent.first_channel, extent.end_channel],
         "tokens": result.y.shape[0],
+        "non_finite_tokens": int((~torch.isfinite(result.y)).any(dim=1).sum()),
         "top_k": plan.capacity.top_k,
         "device": str(result.experts.device),
         "path": dict(plan.backends),

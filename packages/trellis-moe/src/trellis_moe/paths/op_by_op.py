@@ -1,7 +1,7 @@
 """Owns the path that runs one op after the other, each through its planned backend.  It must not choose backends.
 
-    rotate x into each projection's basis -> gate, up GEMMs -> rotate out, activate, rotate in -> down GEMM
-    -> rotate out -> weighted sum of each token's routes
+rotate x into each projection's basis -> gate, up GEMMs -> rotate out, activate, rotate in -> down GEMM
+-> rotate out -> weighted sum of each token's routes
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
 from trellis_format.source import Projection
 from trellis_kernels import (
     CodeBank,
@@ -20,9 +21,8 @@ from trellis_kernels import (
     rotate_input,
     rotate_output,
 )
-from trellis_prep import PreparedExperts
-
 from trellis_moe.plan import ExecutionPlan
+from trellis_prep import PreparedExperts
 
 __all__ = ["OpByOp", "code_banks"]
 
@@ -69,8 +69,10 @@ class OpByOp:
         view = {name: buffer[:routes] for name, buffer in self._buffers.items()}
         num_experts = experts.source.geometry.num_experts
         flat = topk_ids.reshape(-1)
-        view["experts"].copy_(torch.where((flat >= 0) & (flat < num_experts), flat, -1))
+        dropped = (flat < 0) | (flat >= num_experts)
+        view["experts"].copy_(flat).masked_fill_(dropped, -1)
         view["tokens"].copy_(torch.arange(routes, device=x.device) // top_k)
+        view["route_weights"].copy_(topk_weights.reshape(-1)).masked_fill_(dropped, 0.0)
         packed = pack_routes(
             topk_ids, num_experts=num_experts, block_rows=plan.block_rows, backend=plan.backend("pack_routes")
         )
@@ -87,7 +89,7 @@ class OpByOp:
         progress(len(projections), steps)
         reduce_routes(
             view["route_output"],
-            topk_weights,
+            view["route_weights"].view(tokens, top_k),
             factor=experts.source.up_divisor,
             out=out,
             backend=plan.backend("reduce_routes"),

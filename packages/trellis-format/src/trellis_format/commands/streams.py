@@ -1,0 +1,114 @@
+"""Owns how a command writes: exit codes, stdout that may close, complaints, progress.  It must not know what it writes.
+
+Whatever a command prints may come from a foreign file, so names are escaped before they reach a terminal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from trellis_format.text import printable
+
+__all__ = [
+    "EXIT_ERRORS",
+    "EXIT_OK",
+    "EXIT_UNUSABLE",
+    "complain",
+    "counted",
+    "emit",
+    "emit_json",
+    "keep_printing",
+    "progress",
+]
+
+EXIT_OK = 0
+"""Nothing is wrong."""
+EXIT_ERRORS = 1
+"""A finding is an error."""
+EXIT_UNUSABLE = 2
+"""The checkpoint cannot be opened, or the command is used wrongly."""
+
+
+def emit(write: Callable[[], object], code: int) -> int:
+    """Write to stdout; the exit code stays what it is when the reader stops reading."""
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer must not fail again when the interpreter flushes it.
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())
+        os.close(sink)
+        if isinstance(error, BrokenPipeError):
+            return code
+        complain(f"stdout cannot be written: {error.strerror or error}")
+        return EXIT_UNUSABLE
+    return code
+
+
+def emit_json(value: object, code: int) -> int:
+    """Write indented ASCII JSON to stdout, which no terminal takes for anything else."""
+    return emit(lambda: sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=True) + "\n"), code)
+
+
+def complain(message: str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(f"trellis-format: {printable(message)}\n")
+
+
+def keep_printing(stream: TextIO) -> None:
+    """Escape what the stream's encoding lacks: a name must not end the report."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def progress(title: str, *, show: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while bytes are worked through, where stderr is a terminal and rich is installed.
+
+    Args:
+        title: what goes on.
+        show: False for none.
+
+    Yields:
+        A function to call with the bytes that are done so far and the bytes in all.
+    """
+    bar = None
+    if show and sys.stderr.isatty():
+        try:  # by name at run time: the package is complete without it
+            rich, console = importlib.import_module("rich.progress"), importlib.import_module("rich.console")
+        except ImportError:  # the extra `cli` brings it
+            pass
+        else:
+            columns = (rich.TextColumn(title), rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn())
+            bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console.Console(stderr=True))
+    if bar is None:
+        yield lambda _done, _total: None
+        return
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def counted(report: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """Turn a function of bytes done and bytes in all into one of the bytes of each piece.
+
+    Args:
+        report: takes both.
+        total: bytes in all.
+    """
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(done, total)
+
+    return advance

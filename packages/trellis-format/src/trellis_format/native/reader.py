@@ -1,0 +1,158 @@
+"""Owns the read of a native layer file: an extent's rows of codes, the small tables, and the digest of all of it.
+
+It must not interpret what it reads; `trellis_from_native` does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trellis_format.errors import FormatError, FormatTypeError, FormatValueError
+from trellis_format.extent import TrellisExtent
+from trellis_format.files.arrays import ArrayView, FileArray, MemoryArray
+from trellis_format.files.boxes import take_box
+from trellis_format.files.layer_file import LayerFile
+from trellis_format.native.layer import NativeLayer, rates_of
+from trellis_format.native.manifest import NativeManifest
+from trellis_format.native.scales import Boundary, ScaleFactors
+from trellis_format.slots import section_bytes
+from trellis_format.source import Projection
+
+__all__ = ["read_layer"]
+
+
+def read_layer(
+    directory: str | os.PathLike[str],
+    manifest: NativeManifest,
+    layer: int,
+    extent: TrellisExtent | None = None,
+    *,
+    verify: bool = True,
+    hold_codes: bool = True,
+) -> NativeLayer:
+    """Read an extent of one layer.
+
+    With `verify` the whole file passes through the digest, once, and what is wanted is kept as it passes; without it
+    only the extent's rows of codes and the tables are read.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        layer: index of the layer.
+        extent: the share of the intermediate axis (default: all of it).
+        verify: whether to compare the file's SHA-256 with the manifest's.
+        hold_codes: whether to keep the codes in memory; otherwise they stay in the file and are read from it, by
+            position, when they are used.
+
+    Raises:
+        FormatTypeError: if the manifest or the extent is of another type.
+        FormatNotFoundError: if the file is missing.
+        FormatValueError: if there is no such layer, the extent cuts a block or is of another axis, the file's header,
+            tensors or metadata differ from what the manifest declares, or its digest does ("sha256", both).
+    """
+    for name, value, kind in (("manifest", manifest, NativeManifest), ("extent", extent, TrellisExtent | None)):
+        if not isinstance(value, kind):
+            raise FormatTypeError(f"{name} has the wrong type {type(value).__name__}")
+    entry = manifest.layers.get(str(layer))
+    if entry is None:
+        known = ", ".join(map(str, manifest.indices[:16]))
+        raise FormatValueError(f"the checkpoint has no layer {layer}; its layers: {known}", file=directory)
+    share = _share(manifest, extent)
+    file = LayerFile(Path(directory) / entry.file)
+    try:
+        file.check_names(manifest.tensor_names(entry.biased))
+        file.check_metadata(manifest.layer_metadata(layer))
+        _check_header(manifest, file)
+        rows = {name: slice(0, tensor.shape[0]) for name, tensor in file.tensors.items() if tensor.shape}
+        rows["codes"] = slice(share.first_slot, share.first_slot + share.slot_count)
+        part = rows["codes"] if hold_codes else rows.pop("codes")
+        arrays = file.load(rows, sha256=entry.sha256 if verify else None)
+    except FormatError:
+        file.close()
+        raise
+    codes: ArrayView = file.tensors["codes"]
+    codes = MemoryArray(arrays["codes"]) if hold_codes else take_box(codes, (part, slice(0, codes.shape[1])))
+    return _layer(manifest, layer, share, codes, arrays)
+
+
+def _share(manifest: NativeManifest, extent: TrellisExtent | None) -> TrellisExtent:
+    axis = manifest.geometry.padded_intermediate_size
+    share = TrellisExtent.whole(axis) if extent is None else extent
+    if share.global_intermediate_size != axis:
+        raise FormatValueError(
+            f"extent is of an axis of {share.global_intermediate_size} channels, the checkpoint of one of {axis}"
+        )
+    share.check_blocks()
+    return share
+
+
+def _check_header(manifest: NativeManifest, file: LayerFile) -> None:
+    """Hold what is large to the manifest before anything is allocated; the rest is bounded by the tables' shapes."""
+    geometry = manifest.geometry.geometry()
+    experts, projections = geometry.num_experts, len(geometry.projections)
+    slots = geometry.padded_intermediate_size // 32
+    widest = max(geometry.padded_hidden_size, geometry.padded_intermediate_size)
+    for name, tensor in file.tensors.items():
+        kind = "F16" if name.endswith((".vectors", ".gains")) or name.startswith("bias.") else "U8"
+        if tensor.entry.dtype != kind:
+            raise _refuse(tensor, f"must be {'float16' if kind == 'F16' else 'uint8'}, got {tensor.entry.dtype}")
+        if name == "codes":
+            if len(tensor.shape) != 2 or tensor.shape[0] != slots:
+                raise _refuse(tensor, f"codes must be 2-D with {slots} slot rows, got shape {list(tensor.shape)}")
+        elif tensor.nbytes > experts * projections * widest * 2:
+            raise _refuse(tensor, f"shape {list(tensor.shape)} is larger than any table of {experts} experts can be")
+        elif not tensor.shape:
+            raise _refuse(tensor, "a scalar is stored as [1]")
+    _check_row(manifest, file)
+
+
+def _check_row(manifest: NativeManifest, file: LayerFile) -> None:
+    geometry = manifest.geometry.geometry()
+    rates = rates_of(manifest.config, geometry, file.tensors["rate"].read())
+    size = sum(
+        section_bytes(geometry.padded_hidden_size, rates.rate(expert, index))
+        for expert in range(geometry.num_experts)
+        for index in range(len(geometry.projections))
+    )
+    codes = file.tensors["codes"]
+    if codes.shape[1] != size:
+        raise _refuse(codes, f"rows have {codes.shape[1]} bytes, their payload is exactly {size}")
+
+
+def _layer(
+    manifest: NativeManifest, layer: int, extent: TrellisExtent, codes: ArrayView, arrays: dict[str, npt.NDArray[Any]]
+) -> NativeLayer:
+    entry = manifest.layers[str(layer)]
+    channels = extent.channels
+    middle = arrays["intermediate_scales.vectors"]
+    arrays["intermediate_scales.vectors"] = np.ascontiguousarray(middle[..., channels])
+    scales = {
+        boundary: ScaleFactors(arrays[f"{boundary}.vectors"], arrays.get(f"{boundary}.gains")) for boundary in Boundary
+    }
+    biases = {}
+    for name in entry.biased:
+        bias = arrays[f"bias.{name}"]
+        biases[Projection(name)] = bias if name == "down" else np.ascontiguousarray(bias[..., channels])
+    return NativeLayer(
+        config=manifest.config,
+        geometry=manifest.geometry.geometry(),
+        extent=extent,
+        codes=codes,
+        rate=arrays["rate"],
+        input_scales=scales[Boundary.INPUT],
+        intermediate_scales=scales[Boundary.INTERMEDIATE],
+        output_scales=scales[Boundary.OUTPUT],
+        expert_sign_patterns=arrays.get("expert_sign_patterns"),
+        biases=biases,
+        up_divisor=1.0 if entry.up_divisor is None else entry.up_divisor,
+        activation=None if manifest.activation is None else manifest.activation.activation(),
+    )
+
+
+def _refuse(tensor: FileArray, message: str) -> FormatValueError:
+    return FormatValueError(message, file=tensor.file, tensor=tensor.entry.name)

@@ -1,0 +1,134 @@
+"""Holds the path of one op after the other to the float64 reference, over laws, rates, shapes and dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe.samples import (
+    BOUNDS,
+    LAWS,
+    Routes,
+    bits,
+    distance,
+    make_layer,
+    make_plan,
+    make_routes,
+    run,
+    truth,
+    with_weights,
+)
+from trellis_format.activations import Activation
+from trellis_format.codebooks import CODEBOOKS
+from trellis_format.source import Projection
+from trellis_moe import prepare_weights
+from trellis_moe.paths.op_by_op import code_banks
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RATES = [
+    pytest.param(name, str(rate), id=f"{name}-{rate}")
+    for name, codebook in CODEBOOKS.items()
+    for rate in codebook.legal_rates
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+def test_each_law_and_dtype_is_near_the_reference(law: Activation, dtype: torch.dtype, device: str) -> None:
+    layer = make_layer(activation=law, rates=("2",))
+    routes = make_routes(layer, 9, 3, dtype=dtype)
+    assert distance(run(layer, routes, device=device), truth(layer, routes)) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("codebook", "rate"), RATES)
+def test_each_codebook_and_rate_is_near_the_reference(codebook: str, rate: str, device: str) -> None:
+    layer = make_layer(experts=2, hidden=128, intermediate=256, codebook=codebook, rates=(rate,))
+    routes = make_routes(layer, 3, 2)
+    assert distance(run(layer, routes, device=device), truth(layer, routes)) <= 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        {"rates": ("1", "2.5", "4", "8", "3.5")},
+        {"rates": ("1", "6", "8"), "experts": 4},
+        {"rates": ("2", "7"), "experts": 2, "activation": LAWS[5]},
+        {"biased": True, "hidden": 200, "intermediate": 320, "activation": LAWS[4]},
+        {"biased": True, "hidden": 1, "intermediate": 1, "experts": 2},
+        {"biased": True, "activation": LAWS[5], "hidden": 129},
+        {"shared": True, "rates": ("2.5",)},
+        {"shared": True, "activation": LAWS[5]},
+        {"up_divisor": 128.0},
+        {"experts": 1, "hidden": 128, "intermediate": 128},
+        {"experts": 300, "hidden": 128, "intermediate": 128, "rates": ("1",)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (3, 64), (33, 2)])
+def test_odd_layers_are_near_the_reference(geometry: dict[str, Any], tokens: int, top_k: int, device: str) -> None:
+    layer = make_layer(**geometry)
+    routes = make_routes(layer, tokens, top_k)
+    routes.ids[0, 0] = 0  # a token with an expert, or the truth is zero
+    assert distance(run(layer, routes, device=device), truth(layer, routes)) <= 1e-3
+
+
+@pytest.mark.parametrize("projection", Projection)
+def test_a_bias_is_added_after_the_output_scale(projection: Projection) -> None:
+    layer = make_layer(biased=True, experts=2)
+    routes = make_routes(layer, 5, 2)
+    larger = {name: bias * (3 if name is projection else 1) for name, bias in layer.weights.biases.items()}
+    changed = with_weights(layer, biases=larger)
+    assert distance(run(changed, routes), truth(changed, routes)) <= 1e-3
+    assert distance(truth(changed, routes), truth(layer, routes)) > 0.1
+
+
+def test_the_up_divisor_multiplies_the_weights() -> None:
+    layer = make_layer()
+    routes = make_routes(layer, 5, 2)
+    divided = replace(layer, source=replace(layer.source, up_divisor=128.0))
+    assert bits(run(divided, routes)) == bits(run(layer, Routes(routes.x, routes.ids, routes.weights * 128.0)))
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-12, 1.0, 2.0**6], ids="{:g}".format)
+def test_scales_of_any_size_that_float16_holds_keep_their_precision(size: float) -> None:
+    """Output vectors meet float32 sums, so even subnormal ones lose nothing; 2^-20 is 16 steps of float16."""
+    layer = make_layer(experts=2)
+    outputs = (layer.weights.output_scales / abs(layer.weights.output_scales) * size).astype("float16")
+    changed = with_weights(layer, output_scales=outputs)
+    routes = make_routes(layer, 5, 2)
+    assert distance(run(changed, routes), truth(changed, routes)) <= 1e-3
+
+
+def test_tiny_and_large_inputs_keep_their_precision_within_float16() -> None:
+    layer = make_layer(experts=2, activation=LAWS[5])
+    for size in (2.0**-4, 2.0**5):
+        routes = make_routes(layer, 5, 2, dtype=torch.float32)
+        routes.x.mul_(size)
+        assert distance(run(layer, routes), truth(layer, routes)) <= 1e-3, size
+
+
+def test_banks_hold_each_projection_of_each_expert() -> None:
+    layer = make_layer(rates=("1", "2.5", "4", "8"))
+    experts = prepare_weights(make_plan(layer).weights, layer.weights)
+    banks = code_banks(experts)
+    assert [(bank.k, bank.n) for bank in banks] == [(256, 384), (256, 384), (384, 256)]
+    for index, bank in enumerate(banks):
+        assert bank.codebook == "mul1"
+        assert [tuple(pair) for pair in bank.descriptors.tolist()] == list(bank.places)
+        for expert in range(5):
+            codes, rate = bank.tiles(expert)
+            assert rate == layer.source.rates.rate(expert, index)
+            assert bits(codes) == layer.weights.code_view(expert, index).read().tobytes()
+
+
+@pytest.mark.gpu
+def test_devices_agree() -> None:
+    layer = make_layer(rates=("1", "2.5", "4", "8"), biased=True, hidden=200, intermediate=320)
+    routes = make_routes(layer, 33, 3)
+    assert distance(run(layer, routes, device="cuda"), run(layer, routes)) <= 1e-3

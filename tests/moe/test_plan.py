@@ -1,0 +1,190 @@
+"""Holds plans to what they promise: bytes, words, refusals before anything moves, and reprs that evaluate back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from moe.samples import LAWS, Layer, make_binding, make_layer, make_plan
+from trellis_format.activations import Activation
+from trellis_format.errors import FormatValueError
+from trellis_format.extent import TrellisExtent
+from trellis_format.rate_table import RateTable
+from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource
+from trellis_kernels import BLOCK_ROWS, OPS
+from trellis_moe import (
+    ActivationSpec,
+    ExecutionCapacity,
+    ExecutionPlan,
+    MoeTypeError,
+    MoeValueError,
+    RoutingSpec,
+    ScratchBuffer,
+    WeightPlan,
+    plan_execution,
+    plan_weights,
+    prepare_weights,
+)
+from trellis_prep import PrepValueError, even_extents
+
+NAMES = (
+    *(Activation, ActivationSpec, CodeLayout, ExecutionCapacity, ExecutionPlan, ExpertGeometry, Projection, RateTable),
+    *(RoutingSpec, ScratchBuffer, TrellisExtent, TrellisSource, WeightPlan),
+)
+"""What a repr of a plan is made of."""
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return make_layer(rates=("1", "2.5", "4", "8"), biased=True, hidden=200, intermediate=320, up_divisor=128.0)
+
+
+def declarations(**changes: Any) -> dict[str, Any]:
+    spec = ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16")
+    return {"activation": spec, "capacity": ExecutionCapacity(max_tokens=9, top_k=3)} | changes
+
+
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+def test_repr_evaluates_back(law: Activation) -> None:
+    layer = make_layer(activation=law, rates=("2", "3.5"), biased=law.gated, shared=True, intermediate=384)
+    plan = make_plan(layer, extent=even_extents(384, 3)[1], output_dtype="bfloat16")
+    again = eval(repr(plan), {kind.__name__: kind for kind in NAMES})
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.explain() == plan.explain()
+
+
+def test_a_plan_differs_where_a_declaration_does(layer: Layer) -> None:
+    plans = [
+        make_plan(layer),
+        make_plan(layer, tokens=10),
+        make_plan(layer, top_k=4),
+        make_plan(layer, dtype=torch.bfloat16),
+        make_plan(layer, output_dtype="float16"),
+        make_plan(layer, extent=even_extents(384, 2)[0]),
+        make_plan(layer, device="cuda"),
+        make_plan(make_layer(rates=("4",))),
+    ]
+    assert len(set(plans)) == len(plans)
+
+
+def test_nothing_of_a_plan_can_be_changed(layer: Layer) -> None:
+    plan = make_plan(layer)
+    for field in dataclasses.fields(plan):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(plan, field.name, getattr(plan, field.name))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weight_plans_state_the_bytes_that_are_prepared(layer: Layer, world_size: int) -> None:
+    stated = 0
+    for extent in even_extents(384, world_size):
+        plan = plan_weights(layer.source, extent)
+        experts = prepare_weights(plan, layer.weights)
+        assert plan.required_nbytes() == experts.nbytes
+        stated += experts.layout.code_bytes
+    assert stated == layer.source.code_bytes()
+
+
+def test_execution_plans_state_the_bytes_that_are_carved(layer: Layer) -> None:
+    plan = make_plan(layer, tokens=11, top_k=2)
+    make_binding(layer, plan)  # an arena of exactly the stated bytes serves
+    assert plan.required_nbytes() == sum(-(-buffer.nbytes // 16) * 16 for buffer in plan.scratch)
+
+
+def test_explain_says_what_will_run(layer: Layer) -> None:
+    plan = make_plan(layer, tokens=11, top_k=2, dtype=torch.bfloat16, extent=even_extents(384, 3)[1])
+    text = plan.explain()
+    for words in (
+        "5 experts", "codebook mul1", "K = 1, 2.5, 4, 8", "hidden 200 channels, stored 256",
+        "intermediate 320 channels, stored 384", "channels 128..256 of 384", "11 tokens x 2 routes",
+        f"blocks of {plan.block_rows} rows", "activation silu", "bfloat16 in", "float16 operands", "float32 out",
+        "deterministic", f"prepared {plan.weights.required_nbytes()} bytes", f"scratch {plan.required_nbytes()} bytes",
+        *(f"{op} on cpu" for op in OPS), *(f"{buffer.name} {buffer.nbytes}" for buffer in plan.scratch),
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_each_op_has_a_planned_backend(layer: Layer) -> None:
+    plan = make_plan(layer)
+    assert [op for op, _ in plan.backends] == list(OPS)
+    assert {plan.backend(op) for op in OPS} == {"cpu"}
+    assert make_plan(layer, device="cuda:3").device_type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "rows"),
+    [(1, 1, 5, 8), (5, 7, 5, 8), (36, 1, 5, 16), (64, 5, 5, 64), (43, 1, 1, 48), (4096, 8, 5, 64)],
+)
+def test_blocks_hold_an_average_expert_up_to_nine_tenths(tokens: int, top_k: int, experts: int, rows: int) -> None:
+    layer = make_layer(experts=experts, hidden=128, intermediate=128, rates=("1",))
+    average = tokens * top_k / experts
+    fitting = [size for size in BLOCK_ROWS if size <= 64 and average < 0.9 * size]
+    assert make_plan(layer, tokens=tokens, top_k=top_k).block_rows == (fitting[0] if fitting else 64)
+    assert make_plan(layer, tokens=tokens, top_k=top_k).block_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("law", "experts_law", "words"),
+    [(LAWS[5], LAWS[0], "relu2 takes no gate, the experts have a gate"),
+     (LAWS[0], LAWS[5], "silu takes a gate, the experts have no gate")],
+)  # fmt: skip
+def test_a_law_must_fit_the_experts(law: Activation, experts_law: Activation, words: str) -> None:
+    layer = make_layer(activation=experts_law, hidden=128, intermediate=128, rates=("1",))
+    spec = ActivationSpec(nonlinearity=law, io_dtype="float16")
+    with pytest.raises(MoeValueError, match=words):
+        plan_execution(plan_weights(layer.source), **declarations(activation=spec))
+
+
+@pytest.mark.parametrize("device", ["meta", "tpu", "", 3.5, "cuda:x"])
+def test_devices_are_cpu_or_cuda(layer: Layer, device: Any) -> None:
+    with pytest.raises(MoeValueError, match=f"must be cpu or cuda, got '?{device}"):
+        plan_execution(plan_weights(layer.source), **declarations(), device=device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation": "silu"}, "activation must be an ActivationSpec, got str"),
+        ({"capacity": 4}, "capacity must be an ExecutionCapacity, got int"),
+        ({"routing": True}, "routing must be a RoutingSpec, got bool"),
+    ],
+)
+def test_declarations_have_their_types(layer: Layer, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MoeTypeError, match=words):
+        plan_execution(plan_weights(layer.source), **declarations(**changes))
+
+
+def test_weights_have_their_types(layer: Layer) -> None:
+    with pytest.raises(MoeTypeError, match="weights must be a WeightPlan, got TrellisSource"):
+        plan_execution(layer.source, **declarations())
+    with pytest.raises(MoeTypeError, match="source must be a TrellisSource, got Layer"):
+        plan_weights(layer)
+    with pytest.raises(MoeTypeError, match="extent must be a TrellisExtent, got slice"):
+        plan_weights(layer.source, slice(0, 128))
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "count", "kind", "words"),
+    [
+        (512, 0, 4, PrepValueError, "axis of 512 channels, the weights of one of 384"),
+        (384, 1, 4, FormatValueError, "32..160 cuts a Hadamard block of 128; nearest legal extent: 0..256"),
+    ],
+)
+def test_shares_are_whole_blocks_of_the_axis(
+    layer: Layer, size: int, first: int, count: int, kind: type[Exception], words: str
+) -> None:
+    extent = TrellisExtent(global_intermediate_size=size, first_slot=first, slot_count=count)
+    with pytest.raises(kind, match=words):
+        plan_weights(layer.source, extent)
+
+
+def test_an_empty_share_is_planned_as_such(layer: Layer) -> None:
+    extent = TrellisExtent(global_intermediate_size=384, first_slot=4, slot_count=0)
+    plan = make_plan(layer, extent=extent)
+    assert plan.weights.extent.width == 0
+    assert "channels 128..128 of 384" in plan.explain()
+    assert {buffer.name for buffer in plan.scratch if not buffer.nbytes} == {"gate", "up", "rotated_activation"}

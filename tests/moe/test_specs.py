@@ -1,0 +1,103 @@
+"""Holds the declarations to their rules and to reprs that evaluate back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from moe.samples import LAWS
+from trellis_format.activations import Activation
+from trellis_moe import (
+    IO_DTYPES,
+    ActivationSpec,
+    ExecutionCapacity,
+    MoeError,
+    MoeTypeError,
+    MoeValueError,
+    RoutingSpec,
+)
+from trellis_moe.specs import check_type, io_dtype_name
+
+SPECS = [
+    *(ActivationSpec(nonlinearity=law, io_dtype=name) for law in LAWS for name in IO_DTYPES),
+    ActivationSpec(nonlinearity=LAWS[0], io_dtype="bfloat16", output_dtype="bfloat16", rotation_dtype="float16"),
+    RoutingSpec(),
+    ExecutionCapacity(max_tokens=1, top_k=64),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_repr_evaluates_back_and_nothing_can_be_changed(spec: Any) -> None:
+    again = eval(repr(spec))
+    assert again == spec
+    assert hash(again) == hash(spec)
+    name = dataclasses.fields(spec)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(spec, name, getattr(spec, name))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "parts"),
+    [
+        ({"nonlinearity": "silu"}, MoeTypeError, ("nonlinearity", "an Activation", "str")),
+        ({"io_dtype": "float64"}, MoeValueError, ("io_dtype", "'float64'", "float16, bfloat16, float32")),
+        ({"io_dtype": torch.float16}, MoeValueError, ("io_dtype", "torch.float16", "names")),
+        ({"io_dtype": ["float16"]}, MoeValueError, ("io_dtype", "['float16']")),
+        ({"output_dtype": "int8"}, MoeValueError, ("output_dtype", "'int8'", "float16, bfloat16, float32")),
+        ({"rotation_dtype": "bfloat16"}, MoeValueError, ("rotation_dtype", "'bfloat16'", "float16")),
+    ],
+)
+def test_activation_refusals_name_both_values(
+    changes: dict[str, Any], kind: type[MoeError], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind) as caught:
+        ActivationSpec(**{"nonlinearity": Activation("silu"), "io_dtype": "float16"} | changes)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize("value", [False, 0, None])
+def test_only_the_deterministic_reduction_is_available(value: Any) -> None:
+    with pytest.raises(MoeValueError, match="deterministic_output=True"):
+        RoutingSpec(deterministic_output=value)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k"])
+@pytest.mark.parametrize(
+    ("value", "kind", "part"),
+    [
+        (0, MoeValueError, "got 0"),
+        (-7, MoeValueError, "got -7"),
+        (True, MoeTypeError, "got bool"),
+        (4.0, MoeTypeError, "got float"),
+        ("4", MoeTypeError, "got str"),
+        (None, MoeTypeError, "got NoneType"),
+    ],
+)
+def test_capacity_refusals_name_the_field(name: str, value: Any, kind: type[MoeError], part: str) -> None:
+    with pytest.raises(kind, match=f"{name} must be .*{part}"):
+        ExecutionCapacity(**{"max_tokens": 8, "top_k": 2} | {name: value})
+
+
+def test_routes_stay_within_31_bits() -> None:
+    assert ExecutionCapacity(max_tokens=(1 << 31) - 1, top_k=1).routes == (1 << 31) - 1
+    with pytest.raises(MoeValueError, match=r"1073741824 tokens x 2 routes exceed 2\^31 - 1"):
+        ExecutionCapacity(max_tokens=1 << 30, top_k=2)
+
+
+@pytest.mark.parametrize(("name", "dtype"), IO_DTYPES.items())
+def test_io_dtypes_have_names(name: str, dtype: torch.dtype) -> None:
+    assert io_dtype_name(dtype) == name
+
+
+def test_other_dtypes_have_none() -> None:
+    with pytest.raises(MoeTypeError, match=r"float16, bfloat16, float32, got torch\.float64"):
+        io_dtype_name(torch.float64)
+
+
+def test_check_type_names_both_types() -> None:
+    check_type("count", 3, int)
+    with pytest.raises(MoeTypeError, match="count must be an Activation, got int"):
+        check_type("count", 3, Activation)
