@@ -17,11 +17,21 @@ from trellis_format.checkpoint import open_checkpoint
 from trellis_format.exl3 import trellis_from_exl3
 from trellis_format.exl3.layers import find_layer
 from trellis_format.reference import moe_forward
-from trellis_moe import ActivationSpec, ExecutionCapacity, bind, plan_execution, plan_weights, prepare_weights
+from trellis_moe import (
+    ActivationSpec,
+    ExecutionCapacity,
+    RoutingSpec,
+    bind,
+    plan_execution,
+    plan_weights,
+    prepare_weights,
+)
 from trellis_prep import even_extents
 
 PEER_BOUND = 2e-3
 FLOAT64_BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-3}
+SHARES_BOUND = {"cpu": 1e-6, "cuda": 1e-5}
+"""Relative L2 of the sum of the shares to the whole; kernels add products in float32, the CPU exactly."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -54,6 +64,7 @@ def through_the_api(case: MoeCase, x: torch.Tensor, device: str, world_size: int
                 shares,
                 activation=ActivationSpec(nonlinearity=source.activation, io_dtype=str(x.dtype).removeprefix("torch.")),
                 capacity=ExecutionCapacity(max_tokens=x.shape[0], top_k=case.topk_ids.shape[1]),
+                routing=RoutingSpec(id_dtype=case.topk_ids.dtype.name, weight_dtype=case.topk_weights.dtype.name),
                 device=device,
             )
             scratch = torch.full((plan.required_nbytes(),), 0xFF, dtype=torch.uint8, device=device)
@@ -91,7 +102,7 @@ def test_shares_of_every_world_size_add_up(moe_case: MoeCase, device: str) -> No
     for world_size in range(2, blocks + 1):
         parts = through_the_api(moe_case, x, device, world_size)
         assert len(parts) == world_size
-        assert distance(torch.stack(parts).double().sum(0), whole) <= 1e-6
+        assert distance(torch.stack(parts).double().sum(0), whole) <= SHARES_BOUND[device]
 
 
 def test_the_command_gives_the_bits_of_the_api(moe_case: MoeCase, tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Case], object], tuple[str, ...]]] = {
                            ("expert 1 has no up", "2 of 3")),
     "mixed codebooks": (mixed_codebooks, ("mixes codebooks", "mul1: ", f"mcg: {UP}")),
     "unknown activation": (state(hidden_act="tanhexp"), ("config.json", "'tanhexp'", "--activation")),
+    "limit beyond float32": (state(swiglu_limit=1e300), ("limit 1e+300", "beyond float32")),
     "no config": (then(lambda case: (case.model / "config.json").unlink()), ("config.json", "--activation")),
     "gate not wanted": (give("--activation", "relu2"), ("relu2 takes no gate", "have a gate")),
     "other method": (state(quantization_config={"quant_method": "awq"}), ("config.json", "'awq'", "'exl3'")),

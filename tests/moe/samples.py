@@ -23,6 +23,7 @@ from trellis_format.rate_table import RateTable
 from trellis_format.rates import Rate
 from trellis_format.reference import moe_forward
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource, TrellisWeights
+from trellis_kernels.layers import DeviceLimits
 from trellis_moe import (
     ActivationSpec,
     Binding,
@@ -168,6 +169,7 @@ def make_plan(
     dtype: torch.dtype = torch.float16,
     extent: TrellisExtent | None = None,
     device: torch.device | str = "cpu",
+    limits: DeviceLimits | None = None,
     **activation: Any,
 ) -> ExecutionPlan:
     """A plan of the layer's own law."""
@@ -177,6 +179,7 @@ def make_plan(
         activation=ActivationSpec(nonlinearity=layer.source.activation, io_dtype=io_dtype_name(dtype), **activation),
         capacity=ExecutionCapacity(max_tokens=tokens, top_k=top_k),
         device=device,
+        limits=limits,
     )
 
 

@@ -71,11 +71,12 @@ def test_runs_repeat_bit_for_bit(layer: Layer, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_token_has_the_same_bits_alone_and_among_others(layer: Layer, dtype: torch.dtype, device: str) -> None:
     routes = make_routes(layer, 41, 3, dtype=dtype)
-    together = run(layer, routes, device=device)
+    binding = make_binding(layer, make_plan(layer, tokens=41, top_k=3, dtype=dtype, device=device))
+    together = launch(binding, routes)
     order = torch.randperm(41, generator=torch.Generator().manual_seed(3))
-    assert bits(run(layer, routes.part(order), device=device)) == bits(together[order])
+    assert bits(launch(binding, routes.part(order))) == bits(together[order])
     for token in (0, 17, 40):
-        alone = run(layer, routes.part(slice(token, token + 1)), device=device)
+        alone = launch(binding, routes.part(slice(token, token + 1)))
         assert bits(alone) == bits(together[token : token + 1])
 
 

@@ -15,6 +15,7 @@ from trellis_format.extent import TrellisExtent
 from trellis_format.rate_table import RateTable
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource
 from trellis_kernels import BLOCK_ROWS, OPS
+from trellis_kernels.layers import DeviceLimits, MoeSmallKey, Tiling, scratch_nbytes
 from trellis_moe import (
     ActivationSpec,
     ExecutionCapacity,
@@ -32,7 +33,7 @@ from trellis_prep import PrepValueError, even_extents
 
 NAMES = (
     *(Activation, ActivationSpec, CodeLayout, ExecutionCapacity, ExecutionPlan, ExpertGeometry, Projection, RateTable),
-    *(RoutingSpec, ScratchBuffer, TrellisExtent, TrellisSource, WeightPlan),
+    *(MoeSmallKey, RoutingSpec, ScratchBuffer, Tiling, TrellisExtent, TrellisSource, WeightPlan),
 )
 """What a repr of a plan is made of."""
 
@@ -188,3 +189,44 @@ def test_an_empty_share_is_planned_as_such(layer: Layer) -> None:
     assert plan.weights.extent.width == 0
     assert "channels 128..128 of 384" in plan.explain()
     assert {buffer.name for buffer in plan.scratch if not buffer.nbytes} == {"gate", "up", "rotated_activation"}
+
+
+HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
+
+
+def test_few_tokens_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
+    plan = plan_execution(plan_weights(layer.source), **declarations(), device="cuda", limits=HOPPER)
+    key = plan.few_tokens
+    assert key is not None
+    assert plan.backends == (("moe_small", "cute"),)
+    assert (key.hidden, key.padded_hidden, key.width) == (200, 256, 384)
+    assert (key.up_rates, key.down_rates) != ((), ())
+    assert {*key.up_rates, *key.down_rates} == {2, 5, 8, 16}
+    assert (key.x_dtype, key.out_dtype, key.weight_dtype, key.id_bytes) == ("float16", "float32", "float32", 8)
+    assert plan.required_nbytes() >= scratch_nbytes(key, 9) + 112
+    assert "moe_small on cute" in plan.explain()
+    again = eval(repr(plan), {kind.__name__: kind for kind in NAMES})
+    assert again == plan
+
+
+def test_dtypes_of_routes_reach_the_key(layer: Layer) -> None:
+    routing = RoutingSpec(id_dtype="int32", weight_dtype="bfloat16")
+    plan = plan_execution(plan_weights(layer.source), **declarations(routing=routing), device="cuda", limits=HOPPER)
+    assert plan.few_tokens is not None
+    assert (plan.few_tokens.id_bytes, plan.few_tokens.weight_dtype) == (4, "bfloat16")
+
+
+@pytest.mark.parametrize(("tokens", "fused"), [(1, True), (26, True), (27, False), (5000, False)])
+def test_many_routes_of_an_expert_leave_the_fused_path(layer: Layer, tokens: int, fused: bool) -> None:
+    experts = layer.source.geometry.num_experts
+    assert experts == 5
+    capacity = ExecutionCapacity(max_tokens=tokens, top_k=3)
+    plan = plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=HOPPER)
+    assert (plan.few_tokens is not None) == fused
+    assert fused or [op for op, _ in plan.backends] == list(OPS)
+
+
+def test_a_gpu_that_is_not_known_runs_op_by_op(layer: Layer) -> None:
+    assert make_plan(layer).few_tokens is None
+    if not torch.cuda.is_available():
+        assert make_plan(layer, device="cuda").few_tokens is None

@@ -43,6 +43,12 @@ def test_repr_evaluates_back_and_nothing_can_be_changed(spec: Any) -> None:
     ("changes", "kind", "parts"),
     [
         ({"nonlinearity": "silu"}, MoeTypeError, ("nonlinearity", "an Activation", "str")),
+        (
+            {"nonlinearity": Activation("silu", limit=1e300)},
+            MoeValueError,
+            ("limit 1e+300", "float32, the largest is 3.4"),
+        ),
+        ({"nonlinearity": Activation("swigluoai", beta=-1e39)}, MoeValueError, ("beta -1e+39", "beyond float32")),
         ({"io_dtype": "float64"}, MoeValueError, ("io_dtype", "'float64'", "float16, bfloat16, float32")),
         ({"io_dtype": torch.float16}, MoeValueError, ("io_dtype", "torch.float16", "names")),
         ({"io_dtype": ["float16"]}, MoeValueError, ("io_dtype", "['float16']")),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import exl3_files
 from moe.samples import bits, write_input
 from trellis_format.errors import FormatNotFoundError, FormatValueError
+from trellis_format.files import read_header
 from trellis_moe import MoeError, MoeTypeError, MoeValueError
 from trellis_moe.commands import files
 from trellis_moe.commands.files import check_output_path, read_input, write_output
@@ -104,6 +105,17 @@ def test_unsound_files_are_refused(tmp_path: Path) -> None:
     for bad in (tmp_path / "absent", tmp_path):
         with pytest.raises((FormatNotFoundError, FormatValueError), match=str(bad)):
             read_input(bad, hidden_size=128, num_experts=3)
+
+
+def test_a_file_that_changes_after_its_header_was_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_input(tmp_path / "in.safetensors", **tensors())
+    header = read_header(path)
+    monkeypatch.setattr(files, "read_header", lambda path: header)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(MoeValueError, match=f"{path}: cannot be read"):
+        read_input(path, hidden_size=128, num_experts=3)
 
 
 def test_a_write_is_whole_and_an_ordinary_file(tmp_path: Path) -> None:

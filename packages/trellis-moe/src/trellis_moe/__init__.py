@@ -10,9 +10,10 @@ from trellis_moe.errors import MoeError, MoeTypeError, MoeUnsupportedError, MoeV
 from trellis_moe.lifecycle import prepare_weights
 from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
 from trellis_moe.scratch import ScratchBuffer
-from trellis_moe.specs import IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
+from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
 
 __all__ = [
+    "ID_DTYPES",
     "IO_DTYPES",
     "ActivationSpec",
     "Binding",

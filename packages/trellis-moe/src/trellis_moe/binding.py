@@ -11,15 +11,14 @@ from dataclasses import fields
 import torch
 
 from trellis_moe.errors import MoeTypeError, MoeValueError
+from trellis_moe.paths.few_tokens import FewTokens
 from trellis_moe.paths.op_by_op import OpByOp
 from trellis_moe.plan import ExecutionPlan
 from trellis_moe.scratch import carve
-from trellis_moe.specs import IO_DTYPES, check_type
+from trellis_moe.specs import ID_DTYPES, IO_DTYPES, check_type
 from trellis_prep import PreparedExperts
 
 __all__ = ["Binding", "bind"]
-
-_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Binding:
@@ -28,7 +27,17 @@ class Binding:
     def __init__(self, plan: ExecutionPlan, experts: PreparedExperts, scratch: torch.Tensor) -> None:
         self.plan = plan
         self.experts = experts
-        self._path = OpByOp(plan, experts, carve(scratch, plan.scratch))
+        buffers = carve(scratch, plan.scratch)
+        self._path: FewTokens | OpByOp
+        self._id_dtypes: tuple[torch.dtype, ...]
+        self._weight_dtypes: tuple[torch.dtype, ...]
+        if plan.few_tokens is not None:
+            self._path = FewTokens(plan, plan.few_tokens, experts, buffers)
+            self._id_dtypes = (ID_DTYPES[plan.routing.id_dtype],)
+            self._weight_dtypes = (IO_DTYPES[plan.routing.weight_dtype],)
+        else:
+            self._path = OpByOp(plan, experts, buffers)
+            self._id_dtypes, self._weight_dtypes = tuple(ID_DTYPES.values()), tuple(IO_DTYPES.values())
         self._scratch = scratch[: plan.required_nbytes()]  # the rest is not ours
 
     @torch.no_grad()  # scratch outlives the launch, so nothing may be recorded in it
@@ -47,7 +56,8 @@ class Binding:
             x: `[tokens, hidden]` in the plan's io dtype.
             topk_ids: `[tokens, top_k] int32 or int64`; an id outside [0, experts) is no expert and adds nothing,
                 whatever its weight.
-            topk_weights: `[tokens, top_k]` float16, bfloat16 or float32.
+            topk_weights: `[tokens, top_k]` float16, bfloat16 or float32; on the fused path ids and weights have the
+                dtypes that the plan declares.
             out: `[tokens, hidden]` in the plan's output dtype; the share's partial sum.
             progress: called with (steps done, steps in all).
 
@@ -73,8 +83,8 @@ class Binding:
         capacity = plan.capacity
         expected: dict[str, tuple[torch.Tensor, tuple[torch.dtype, ...], list[int]]] = {
             "x": (x, (IO_DTYPES[plan.activation.io_dtype],), [tokens, hidden]),
-            "topk_ids": (topk_ids, (torch.int32, torch.int64), [tokens, capacity.top_k]),
-            "topk_weights": (topk_weights, _WEIGHT_DTYPES, [tokens, capacity.top_k]),
+            "topk_ids": (topk_ids, self._id_dtypes, [tokens, capacity.top_k]),
+            "topk_weights": (topk_weights, self._weight_dtypes, [tokens, capacity.top_k]),
             "out": (out, (IO_DTYPES[plan.activation.output_dtype],), [tokens, hidden]),
         }
         for name, (tensor, dtypes, shape) in expected.items():

@@ -12,17 +12,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trellis_kernels.layers import MoeSmallKey, scratch_nbytes
 from trellis_moe.errors import MoeTypeError, MoeValueError
 from trellis_moe.specs import ExecutionCapacity
 
 if TYPE_CHECKING:
     from trellis_moe.plan import WeightPlan
 
-__all__ = ["ALIGNMENT", "ScratchBuffer", "carve", "op_by_op_scratch", "total_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "FEW_TOKENS_ALIGNMENT",
+    "FEW_TOKENS_BUFFER",
+    "ScratchBuffer",
+    "carve",
+    "few_tokens_scratch",
+    "op_by_op_scratch",
+    "total_bytes",
+]
 
 ALIGNMENT = 16
 """Boundary of every buffer, in bytes."""
-_DTYPES = {"float16": torch.float16, "float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
+FEW_TOKENS_ALIGNMENT = 128
+"""Boundary of the scratch of the fused kernels, in bytes; found inside its buffer, which is that much larger."""
+FEW_TOKENS_BUFFER = "few_tokens"
+"""Name of that buffer."""
+_DTYPES = {
+    "uint8": torch.uint8,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,12 @@ def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[
         ScratchBuffer("rotated_activation", "float16", (routes, width)),
         ScratchBuffer("route_output", "float32", (routes, hidden)),
     )
+
+
+def few_tokens_scratch(key: MoeSmallKey, capacity: ExecutionCapacity) -> tuple[ScratchBuffer, ...]:
+    """The one buffer of the fused path, for its largest launch; the kernels' own parts lie inside it."""
+    size = scratch_nbytes(key, capacity.max_tokens) + FEW_TOKENS_ALIGNMENT - ALIGNMENT
+    return (ScratchBuffer(FEW_TOKENS_BUFFER, "uint8", (size,)),)
 
 
 def total_bytes(buffers: Iterable[ScratchBuffer]) -> int:

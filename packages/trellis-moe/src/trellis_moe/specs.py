@@ -5,6 +5,7 @@ All are frozen, and their reprs evaluate back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -12,7 +13,15 @@ import torch
 from trellis_format.activations import Activation
 from trellis_moe.errors import MoeTypeError, MoeValueError
 
-__all__ = ["IO_DTYPES", "ActivationSpec", "ExecutionCapacity", "RoutingSpec", "check_type", "io_dtype_name"]
+__all__ = [
+    "ID_DTYPES",
+    "IO_DTYPES",
+    "ActivationSpec",
+    "ExecutionCapacity",
+    "RoutingSpec",
+    "check_type",
+    "io_dtype_name",
+]
 
 IO_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -20,6 +29,9 @@ IO_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
 }
 """Activation dtypes by name."""
+ID_DTYPES: dict[str, torch.dtype] = {"int32": torch.int32, "int64": torch.int64}
+"""Route id dtypes by name."""
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def check_type(name: str, value: object, kind: type) -> None:
@@ -57,7 +69,7 @@ class ActivationSpec:
 
     Raises:
         MoeTypeError: if the law is not an `Activation`.
-        MoeValueError: if a dtype is unknown.
+        MoeValueError: if a dtype is unknown, or a constant of the law is beyond float32, in which it is computed.
     """
 
     nonlinearity: Activation
@@ -67,6 +79,10 @@ class ActivationSpec:
 
     def __post_init__(self) -> None:
         check_type("nonlinearity", self.nonlinearity, Activation)
+        for name in ("limit", "alpha", "beta"):
+            value = getattr(self.nonlinearity, name)
+            if math.isfinite(value) and abs(value) > _FLOAT32_MAX:
+                raise MoeValueError(f"activation {name} {value} is beyond float32, the largest is {_FLOAT32_MAX}")
         for name in ("io_dtype", "output_dtype"):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in IO_DTYPES:
@@ -81,16 +97,24 @@ class RoutingSpec:
 
     Args:
         deterministic_output: whether the same inputs give the same bits; the only policy so far.
+        id_dtype: of the route ids, `int32` or `int64`; kernels are compiled for it, the torch backend takes either.
+        weight_dtype: of the route weights, a key of `IO_DTYPES`; likewise.
 
     Raises:
-        MoeValueError: if a policy is asked for that no path has.
+        MoeValueError: if a policy is asked for that no path has, or a dtype is unknown.
     """
 
     deterministic_output: bool = True
+    id_dtype: str = "int64"
+    weight_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.deterministic_output is not True:
             raise MoeValueError("only deterministic_output=True is available: routes are summed in slot order")
+        if self.id_dtype not in ID_DTYPES:
+            raise MoeValueError(f"id_dtype {self.id_dtype!r} is not one of the names {', '.join(ID_DTYPES)}")
+        if self.weight_dtype not in IO_DTYPES:
+            raise MoeValueError(f"weight_dtype {self.weight_dtype!r} is not one of the names {', '.join(IO_DTYPES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

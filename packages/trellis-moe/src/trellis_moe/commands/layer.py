@@ -22,7 +22,7 @@ from trellis_moe.errors import MoeValueError
 from trellis_moe.lifecycle import prepare_weights
 from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
 from trellis_moe.scratch import op_by_op_scratch, total_bytes
-from trellis_moe.specs import ActivationSpec, ExecutionCapacity, io_dtype_name
+from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec, io_dtype_name
 from trellis_prep import PreparedExperts, TrellisStaging, rank_extent
 
 __all__ = ["MAX_SCRATCH_BYTES", "Layer", "LayerRun", "choose_device", "open_layer", "run_layer"]
@@ -137,6 +137,9 @@ def run_layer(
         activation=ActivationSpec(nonlinearity=layer.source.activation, io_dtype=io_dtype_name(x.dtype)),
         capacity=ExecutionCapacity(
             max_tokens=_launch_tokens(weight_plan, x.shape[0], topk_ids.shape[1]), top_k=topk_ids.shape[1]
+        ),
+        routing=RoutingSpec(
+            id_dtype=str(topk_ids.dtype).removeprefix("torch."), weight_dtype=io_dtype_name(topk_weights.dtype)
         ),
         device=device,
     )

@@ -1,0 +1,92 @@
+"""Owns the door to fused layers: what a device can run, the choice of kernels, their scratch and their launch.
+
+It must not know plans or checkpoints.  Nothing here imports `cutlass` before a kernel is compiled, so that planning
+works on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling, scratch_nbytes
+from trellis_kernels.cute.moe_plan import plan_moe_small
+from trellis_kernels.errors import KernelUnsupportedError
+from trellis_prep import PreparedExperts
+
+__all__ = [
+    "DeviceLimits",
+    "MoeSmallKey",
+    "Tiling",
+    "device_limits",
+    "moe_small",
+    "plan_moe_small",
+    "precompile_layer",
+    "scratch_nbytes",
+]
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What kernels are chosen by.
+
+    Args:
+        arch: compile target, for example `sm_90a`.
+        multiprocessors: of the device.
+    """
+
+    arch: str
+    multiprocessors: int
+
+
+def device_limits(device: torch.device | str) -> DeviceLimits | None:
+    """The limits of a CUDA device; None where it is not one, none is visible, or no target covers it."""
+    place = torch.device(device)
+    if place.type != "cuda" or not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device() if place.index is None else place.index
+    try:
+        arch = arch_of_device(index).name
+    except KernelUnsupportedError:
+        return None
+    return DeviceLimits(arch, torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def precompile_layer(key: MoeSmallKey) -> None:
+    """Compile a layer's kernels and load them, so that a launch has nothing left to do.
+
+    Raises:
+        KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
+    """
+    importlib.import_module("trellis_kernels.cute.compiler").precompile([key])
+
+
+def moe_small(
+    x: torch.Tensor,
+    experts: PreparedExperts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    key: MoeSmallKey,
+    max_tokens: int,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """The routed experts of a layer for few tokens; see `trellis_kernels.cute.moe_small.moe_small`."""
+    launch = importlib.import_module("trellis_kernels.cute.moe_small").moe_small
+    result: torch.Tensor = launch(
+        x,
+        experts,
+        topk_ids,
+        topk_weights,
+        key=key,
+        max_tokens=max_tokens,
+        scratch=scratch,
+        out=out,
+        factor=factor,
+    )
+    return result

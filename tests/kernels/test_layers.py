@@ -1,0 +1,62 @@
+"""Holds the door to fused layers to its promises on machines with and without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from trellis_format.activations import Activation
+from trellis_kernels import KernelValueError
+from trellis_kernels.layers import DeviceLimits, device_limits, precompile_layer, scratch_nbytes
+from trellis_kernels.layers import MoeSmallKey as Key
+
+KEY = Key(
+    arch="sm_90a",
+    codebook="mul1",
+    hidden=256,
+    padded_hidden=256,
+    width=128,
+    num_experts=3,
+    top_k=2,
+    gated=True,
+    up_rates=(5,),
+    down_rates=(6,),
+    activation=Activation("silu"),
+)
+
+
+def test_planning_needs_no_dsl() -> None:
+    code = "import sys, trellis_kernels.layers; print([name for name in sys.modules if name.startswith('cutlass')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_scratch_grows_with_tokens() -> None:
+    sizes = [scratch_nbytes(KEY, tokens) for tokens in (1, 2, 9)]
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] > 2 * (256 * 2 + 128 * 2)  # rotated and joined rows of two routes at least
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+def test_a_layer_compiles_without_a_gpu() -> None:
+    precompile_layer(KEY)
+
+
+def test_limits_name_a_known_target() -> None:
+    assert device_limits("cpu") is None
+    if torch.cuda.is_available():
+        limits = device_limits("cuda")
+        assert limits is not None
+        assert limits.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+    else:
+        assert device_limits("cuda") is None
+    assert DeviceLimits("sm_90a", 132) == eval(repr(DeviceLimits("sm_90a", 132)))
+
+
+def test_an_unknown_target_is_refused() -> None:
+    with pytest.raises(KernelValueError, match="sm_1"):
+        Key(**{**{name: getattr(KEY, name) for name in KEY.__dataclass_fields__}, "arch": "sm_1"})
