@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -59,4 +60,4 @@ def test_limits_name_a_known_target() -> None:
 
 def test_an_unknown_target_is_refused() -> None:
     with pytest.raises(KernelValueError, match="sm_1"):
-        Key(**{**{name: getattr(KEY, name) for name in KEY.__dataclass_fields__}, "arch": "sm_1"})
+        dataclasses.replace(KEY, arch="sm_1")
