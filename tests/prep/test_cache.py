@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from prep.cache_worker import prepare_cached
 from prep.samples import (
@@ -20,6 +23,7 @@ from prep.samples import (
     write_checkpoint,
 )
 from trellis_prep import CacheWarning, PreparedCache, PreparedExperts, PrepValueError, TrellisStaging, prepare
+from trellis_prep.cache_file import CacheFile
 
 
 def same(left: PreparedExperts, right: PreparedExperts) -> bool:
@@ -99,6 +103,64 @@ def test_damaged_and_foreign_entries_are_made_again(cache: PreparedCache, damage
     assert cache.hits == 1
 
 
+def test_refused_tensors_are_freed_before_others_are_allocated(
+    cache: PreparedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = random_layer()
+    cache.prepare(*layer)
+    path = cache.path_of(*layer)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")  # found only by the digest, once everything was read
+    empty, held = torch.empty, []
+
+    def watched(shape: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.int32:
+            assert all(storage.expired() for storage in held), "two copies of the codes at once"
+        tensor = empty(shape, **options)
+        if options.get("dtype") is torch.int32:
+            held.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", watched)
+    with pytest.warns(CacheWarning, match="sha256"):
+        cache.prepare(*layer)
+    assert len(held) == 2
+
+
+def test_entry_that_is_replaced_while_it_is_read_is_read_again(
+    cache: PreparedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = random_layer()
+    expected = cache.prepare(*layer)
+    path = cache.path_of(*layer)
+    loads, calls = CacheFile.loads, []
+
+    def replaced_first(self: CacheFile, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:  # between the header and the data
+            copy = path.with_name("copy")
+            copy.write_bytes(path.read_bytes())
+            os.replace(copy, path)
+        return loads(self, *arguments)
+
+    monkeypatch.setattr(CacheFile, "loads", replaced_first)
+    assert same(cache.prepare(*layer), expected)
+    assert (len(calls), counts(cache)) == (2, (1, 1, 0))
+
+
+def test_entry_that_another_process_made_meanwhile_stays(cache: PreparedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer()
+    other = PreparedCache(cache.directory)
+    made: list[int] = []
+
+    def faster(done: int, total: int) -> None:
+        if done == total and not made:
+            other.prepare(*layer)
+            made.append(cache.path_of(*layer).stat().st_ino)
+
+    cache.prepare(*layer, progress=faster)
+    assert made == [cache.path_of(*layer).stat().st_ino]
+
+
 def test_changed_file_is_prepared_again(tmp_path: Path, cache: PreparedCache) -> None:
     path = write_checkpoint(tmp_path / "model", random_layer(rates=("4",)))
     for changed in range(2):
@@ -122,12 +184,15 @@ def test_file_that_changes_meanwhile_is_not_cached(tmp_path: Path, cache: Prepar
     assert not cache.directory.exists()
 
 
-def test_share_that_cannot_be_written_is_given_all_the_same(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    cache = PreparedCache(blocked)
+def test_share_that_cannot_be_written_is_given_all_the_same(
+    cache: PreparedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trellis_prep.cache.write_cache_file", full)
     layer = random_layer()
-    with pytest.warns(CacheWarning, match="is not cached: .*safetensors"):
+    with pytest.warns(CacheWarning, match=r"is not cached: .*safetensors: No space left"):
         prepared = cache.prepare(*layer)
     assert same(prepared, prepare(*layer))
 

@@ -14,7 +14,8 @@ from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, Projection
 from trellis_format.transform import ExpertTransform
 from trellis_prep import PrepTypeError, PrepUnsupportedError, PrepValueError
-from trellis_prep.checks import check_layout, check_weights
+from trellis_prep.checks import check_weights
+from trellis_prep.layout import check_source
 
 
 def with_code(layer: Layer, expert: int, projection: int, array: np.ndarray[Any, Any]) -> Layer:
@@ -116,13 +117,13 @@ def test_biases_must_be_those_that_the_source_names() -> None:
 def test_other_objects_are_no_source_and_no_weights() -> None:
     source, weights = random_layer()
     with pytest.raises(PrepTypeError, match="source must be a TrellisSource, got dict"):
-        check_layout({})  # type: ignore[arg-type]
+        check_source({})  # type: ignore[arg-type]
     with pytest.raises(PrepTypeError, match="weights must be TrellisWeights, got TrellisSource"):
         check_weights(source, source)  # type: ignore[arg-type]
     wide, _ = random_layer(hidden=512, joint=True)
     with pytest.raises(PrepUnsupportedError, match=r"ExpertTransform.* cannot be prepared; supported: without one"):
-        check_layout(dataclasses.replace(wide, expert_transform=ExpertTransform()))
+        check_source(dataclasses.replace(wide, expert_transform=ExpertTransform()))
     with pytest.raises(PrepTypeError, match="slot-major codes must be one array, got tuple"):
         check_weights(dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR), weights)
-    check_layout(source)
+    check_source(source)
     assert weights.codes

@@ -64,9 +64,6 @@ def test_real_checkpoints_are_prepared(data_set: DataSet, capsys: pytest.Capture
     document = run_json(capsys, data_set.checkpoints["tiny_3_mul1"], "--layers", "0-1", "--max-bytes", "200000")
     assert [layer["layer"] for layer in document["layers"]] == [0, 1]
     assert all(0 < layer["staging_bytes"] <= 200_000 for layer in document["layers"])
-    assert all(
-        peak is None or peak < 8 << 20 for peak in (layer["host_peak_above_weights"] for layer in document["layers"])
-    )
 
 
 def test_cache_is_filled_and_used(

@@ -119,3 +119,14 @@ def test_other_views_are_read_for_their_content() -> None:
     reads: list[int] = []
     assert source_digest(*hooked(layer, 0, 0, lambda: reads.append(1))) == source_digest(*layer)
     assert reads
+
+
+def test_codes_in_one_array_are_digested_too() -> None:
+    source, weights = random_layer()
+    rows = np.arange(12 * 50, dtype=np.int64).astype(np.uint8).reshape(12, 50)
+    slots = dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR)
+    digests = set()
+    for change in range(2):
+        rows[-1, -1] ^= change
+        digests.add(source_digest(slots, dataclasses.replace(weights, codes=MemoryArray(rows))))
+    assert len(digests) == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,19 @@ def test_interrupt_in_the_callers_thread_frees_everything(taken: Taken, layer: L
     with pytest.raises(type(error)) as caught:
         prepare(*layer, staging=ONE_AT_A_TIME, progress=progress)
     assert caught.value is error
+    taken.check_all_given_back()
+
+
+def test_signal_during_a_read_frees_everything(taken: Taken, layer: Layer) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.05)  # the reader is in the middle of its work while the caller's thread is interrupted
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(*hooked(layer, 1, 0, interrupt), staging=ONE_AT_A_TIME)
     taken.check_all_given_back()
 
 

@@ -33,6 +33,7 @@ from trellis_prep import (
     plan_layout,
     prepare,
 )
+from trellis_prep.measure import Meter
 
 LAYERS = {
     "mixed": {},
@@ -148,6 +149,20 @@ def test_file_cut_short_after_it_was_opened_is_named(tmp_path: Path) -> None:
         os.truncate(shard, shard.stat().st_size - 5000)
         with pytest.raises(FormatValueError, match=r"model\.safetensors: .*truncated|changed"):
             prepare(source, weights)
+
+
+def test_host_holds_the_ring_and_little_else(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, random_layer(experts=48, hidden=1024, intermediate=768, rates=("4",)))
+    checkpoint, source, weights = open_layer(path)
+    bounds = TrellisStaging(max_bytes=2 << 20)
+    with checkpoint, Meter(torch.device("cpu")) as meter:
+        prepared = prepare(source, weights, extent=extent_of(768, 0, 3), staging=bounds)
+    assert meter.measured is not None
+    above, _ = meter.measured.above(prepared.nbytes)
+    if above is None:
+        pytest.skip("this system does not tell a process's peak memory")
+    assert prepared.nbytes > 25 << 20
+    assert above <= bounds.max_bytes + (6 << 20), "6 MiB for the interpreter's own"
 
 
 def test_an_intermediate_hadamard_is_refused_before_anything_is_read() -> None:

@@ -16,7 +16,7 @@ from trellis_format.native.manifest import read_manifest
 from trellis_format.native.reader import read_layer
 from trellis_format.native.writer import plan_head, write_layer, write_manifest
 from trellis_format.source import CodeLayout
-from trellis_prep import PrepUnsupportedError, PrepValueError, prepare
+from trellis_prep import PrepUnsupportedError, PrepValueError, TrellisStaging, prepare
 from trellis_prep.errors import PrepReadError
 from trellis_prep.reader import read_linear
 from trellis_prep.selection import select_experts
@@ -82,12 +82,14 @@ def test_file_gives_the_share(tmp_path: Path, hold_codes: bool, first: int, bloc
         np.testing.assert_array_equal(read(found, expert, projection, extent, expected), expected)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 64])
 @pytest.mark.parametrize("biased", [True, False])
-def test_prepared_bytes_are_those_of_the_linears(biased: bool) -> None:
-    layer = random_layer(biased=biased)
+def test_prepared_bytes_are_those_of_the_linears(biased: bool, batch: int) -> None:
+    layer, staging = random_layer(biased=biased), TrellisStaging(max_experts=batch)
     for first, blocks in SHARES:
         extent = extent_of(384, first, blocks)
-        straight, turned = prepare(*layer, extent=extent), prepare(*as_rows(layer), extent=extent)
+        straight = prepare(*layer, extent=extent)
+        turned = prepare(*as_rows(layer), extent=extent, staging=staging, poison=True)
         assert straight.codes.numpy().tobytes() == turned.codes.numpy().tobytes()
         assert straight.intermediate_scales.numpy().tobytes() == turned.intermediate_scales.numpy().tobytes()
 

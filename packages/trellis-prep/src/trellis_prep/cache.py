@@ -15,6 +15,7 @@ import torch
 
 from trellis_format.errors import FormatError, FormatNotFoundError
 from trellis_format.extent import TrellisExtent
+from trellis_format.files.header import FileIdentity
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.cache_file import CacheFile, write_cache_file
 from trellis_prep.checks import check_weights
@@ -26,6 +27,9 @@ from trellis_prep.prepared import PreparedExperts
 from trellis_prep.staging import TrellisStaging
 
 __all__ = ["CacheWarning", "PreparedCache"]
+
+_TRIES = 4
+"""Reads of an entry that other processes replace meanwhile, before it is given up."""
 
 
 class CacheWarning(UserWarning):
@@ -69,7 +73,8 @@ class PreparedCache:
     ) -> PreparedExperts:
         """As `trellis_prep.prepare`, from an entry where there is a good one; otherwise one is written.
 
-        An entry that cannot be written costs a `CacheWarning`, not the share.
+        An entry that cannot be written costs a `CacheWarning`, not the share.  Progress starts over where an entry is
+        refused.
 
         Raises:
             PrepError, FormatError: as `trellis_prep.prepare`.
@@ -78,8 +83,8 @@ class PreparedCache:
         check_weights(source, weights)
         target = resolve_device(device)
         path = self.path_of(source, weights, plan.layout.extent)
-        cached = self._load(path, plan, target, progress, poison)
-        if cached is not None:
+        cached = self._find(path, plan, target, progress, poison)
+        if isinstance(cached, PreparedExperts):
             return cached
         prepared = prepare(
             source,
@@ -91,31 +96,55 @@ class PreparedCache:
             poison=poison,
         )
         if self.path_of(source, weights, plan.layout.extent) == path:  # nobody changed a file meanwhile
-            self._store(path, prepared, plan.slot_bytes)
+            self._store(path, prepared, plan.slot_bytes, replace=cached is not None)
         return prepared
 
-    def _load(
+    def _find(
         self, path: Path, plan: PreparationPlan, device: torch.device, progress: Progress | None, poison: bool
-    ) -> PreparedExperts | None:
-        try:
-            entry = CacheFile(path, plan.layout, path.stem)
-            prepared = fill_tensors(
-                plan, device, lambda tensors: entry.loads(tensors, plan.slot_bytes), progress=progress, poison=poison
-            )
-            entry.check_digest()
-        except FormatNotFoundError:
+    ) -> PreparedExperts | FormatError | None:
+        """The share of an entry, why the entry was refused, or None where there is none."""
+        found: PreparedExperts | FormatError | None = None
+        for _ in range(_TRIES):
+            seen = _identity(path)
+            found = _load(path, plan, device, progress, poison)
+            if not isinstance(found, FormatError) or _identity(path) == seen:
+                break  # otherwise another process put a whole entry there while this one was read
+        if found is None:
             self.misses += 1
-            return None
-        except FormatError as error:
+        elif isinstance(found, FormatError):
             self.damaged += 1
-            warnings.warn(f"cached share is made again: {error}", CacheWarning, stacklevel=3)
-            return None
-        self.hits += 1
-        return prepared
+            warnings.warn(f"cached share is made again: {found}", CacheWarning, stacklevel=3)
+        else:
+            self.hits += 1
+        return found
 
-    def _store(self, path: Path, prepared: PreparedExperts, piece_bytes: int) -> None:
+    def _store(self, path: Path, prepared: PreparedExperts, piece_bytes: int, *, replace: bool) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_cache_file(path, path.stem, prepared, piece_bytes)
+            if replace or not path.exists():  # another process may have been faster
+                write_cache_file(path, path.stem, prepared, piece_bytes)
         except OSError as error:
             warnings.warn(f"share is not cached: {path}: {error.strerror or error}", CacheWarning, stacklevel=3)
+
+
+def _load(
+    path: Path, plan: PreparationPlan, device: torch.device, progress: Progress | None, poison: bool
+) -> PreparedExperts | FormatError | None:
+    try:
+        entry = CacheFile(path, plan.layout, path.stem)
+        prepared = fill_tensors(
+            plan, device, lambda tensors: entry.loads(tensors, plan.slot_bytes), progress=progress, poison=poison
+        )
+        entry.check_digest()
+    except FormatNotFoundError:
+        return None
+    except FormatError as error:
+        return error.with_traceback(None)  # its frames hold the tensors that are refused
+    return prepared
+
+
+def _identity(path: Path) -> FileIdentity | None:
+    try:
+        return FileIdentity.of(path.stat())
+    except OSError:
+        return None

@@ -11,26 +11,10 @@ from trellis_format.files.arrays import ArrayView
 from trellis_format.rates import TILE
 from trellis_format.slots import row_bytes
 from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
-from trellis_prep.errors import PrepTypeError, PrepUnsupportedError, PrepValueError
+from trellis_prep.errors import PrepTypeError, PrepValueError
 from trellis_prep.layout import local_matrix
 
-__all__ = ["check_layout", "check_weights"]
-
-
-def check_layout(source: TrellisSource) -> None:
-    """Accept codes that can be prepared.
-
-    Raises:
-        PrepTypeError: if `source` is not a `TrellisSource`.
-        PrepUnsupportedError: if the experts were quantised under an intermediate Hadamard, whose signs no prepared
-            table holds.
-    """
-    if not isinstance(source, TrellisSource):
-        raise PrepTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
-    if source.expert_transform is not None:
-        raise PrepUnsupportedError(
-            f"experts under {source.expert_transform} cannot be prepared; supported: without one"
-        )
+__all__ = ["check_weights"]
 
 
 def check_weights(source: TrellisSource, weights: TrellisWeights) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trellis_format.extent import TrellisExtent
 from trellis_format.rates import TILE
 from trellis_format.source import Projection, TrellisSource
-from trellis_prep.errors import PrepTypeError, PrepValueError
+from trellis_prep.errors import PrepTypeError, PrepUnsupportedError, PrepValueError
 
 __all__ = ["LAYOUT_VERSION", "WORD_BYTES", "PreparedLayout", "TensorSpec", "plan_layout"]
 
@@ -114,11 +114,11 @@ def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> P
 
     Raises:
         PrepTypeError: if an argument has the wrong type.
+        PrepUnsupportedError: as `check_source`.
         PrepValueError: if the extent is of another axis or outside the source's.
         FormatValueError: if the extent cuts a Hadamard block.
     """
-    if not isinstance(source, TrellisSource):
-        raise PrepTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
+    check_source(source)
     share = source.extent if extent is None else extent
     check_inside(share, source.extent)
     experts, projections = source.geometry.num_experts, len(source.geometry.projections)
@@ -135,6 +135,22 @@ def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> P
     for array in (offsets, half_bits):
         array.setflags(write=False)
     return PreparedLayout(source, share, offsets, half_bits, int(starts[-1]), tuple(_tables(source, share)))
+
+
+def check_source(source: TrellisSource) -> None:
+    """Accept a layer that has a device layout.
+
+    Raises:
+        PrepTypeError: if `source` is not a `TrellisSource`.
+        PrepUnsupportedError: if the experts were quantised under an intermediate Hadamard, whose signs no prepared
+            table holds.
+    """
+    if not isinstance(source, TrellisSource):
+        raise PrepTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
+    if source.expert_transform is not None:
+        raise PrepUnsupportedError(
+            f"experts under {source.expert_transform} cannot be prepared; supported: without one"
+        )
 
 
 def local_matrix(source: TrellisSource, extent: TrellisExtent, projection: int) -> tuple[int, int]:

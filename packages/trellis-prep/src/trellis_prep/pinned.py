@@ -57,9 +57,9 @@ class HostBuffer:
         self._unregister: weakref.finalize[..., Any] | None = None
         if device is not None:
             address = self.tensor.data_ptr()
-            _register(address, nbytes, device)
-            self._unregister = weakref.finalize(self, _unregister, address)
+            self._unregister = weakref.finalize(self, _unregister, address)  # first, so that no interrupt comes between
             self._unregister.atexit = False  # a process that ends takes its registrations with it
+            _register(address, nbytes, device)
 
     def close(self) -> None:
         """Unlock and unmap; every copy from the buffer must have completed."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource
-from trellis_prep.checks import check_layout
 from trellis_prep.errors import PrepTypeError
 from trellis_prep.layout import PreparedLayout, plan_layout
 from trellis_prep.staging import Batch, TrellisStaging, plan_batches, plan_slots
@@ -67,7 +66,6 @@ def plan_preparation(
         PrepValueError: if the extent does not fit, or an expert exceeds the bound ("insufficient"); names both numbers.
         FormatValueError: if the extent cuts a Hadamard block.
     """
-    check_layout(source)
     bounds = TrellisStaging() if staging is None else staging
     if not isinstance(bounds, TrellisStaging):
         raise PrepTypeError(f"staging must be a TrellisStaging, got {type(bounds).__name__}")

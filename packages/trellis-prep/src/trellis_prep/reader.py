@@ -9,8 +9,8 @@ from trellis_format.errors import FormatError
 from trellis_format.extent import TrellisExtent
 from trellis_format.slots import read_linear_into
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_prep.checks import check_layout
 from trellis_prep.errors import PrepMemoryError, PrepReadError
+from trellis_prep.layout import check_source
 
 __all__ = ["read_linear"]
 
@@ -38,7 +38,7 @@ def read_linear(
         PrepReadError: if the file is short, changed or unreadable; names file, tensor, expert and projection.
         PrepMemoryError: if memory runs out while reading; names them too.
     """
-    check_layout(source)
+    check_source(source)
     where = f"expert {expert} {source.geometry.projections[projection]}"
     try:
         read_linear_into(source, weights, expert, projection, extent, out)

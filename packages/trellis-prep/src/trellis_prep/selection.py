@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from trellis_format.rate_table import RateTable
 from trellis_format.source import CodeLayout, TrellisSource, TrellisWeights
-from trellis_prep.checks import check_layout
 from trellis_prep.errors import PrepUnsupportedError, PrepValueError
 from trellis_prep.expert_ranges import expert_map
+from trellis_prep.layout import check_source
 
 __all__ = ["select_experts"]
 
@@ -32,7 +32,7 @@ def select_experts(
         PrepValueError: if there is none, or one is outside the layer or named twice.
         PrepUnsupportedError: if the codes are not one array per linear.
     """
-    check_layout(source)
+    check_source(source)
     if source.layout is not CodeLayout.EXL3_LINEAR:
         raise PrepUnsupportedError(
             f"experts of codes in {source.layout} layout cannot be selected: every row holds all of them; "
