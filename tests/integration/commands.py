@@ -31,7 +31,8 @@ def run_process(*arguments: object, env: Mapping[str, str] | None = None, shell:
     words = [sys.executable, "-m", "trellis_moe", *map(str, arguments)]
     if shell:
         words = ["bash", "-c", f'"$@" {shell}', "bash", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # the test may have left its folder
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(env or {})}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -181,5 +181,5 @@ def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
     path.write_text("[1, 2, 3]")
     status = os.stat_result((0o100644, 1, 1, 1, 0, 0, 4, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda *_, **__: status)
-    with pytest.raises(FormatValueError, match="grew beyond the bound of 5 bytes"):
+    with pytest.raises(FormatValueError, match="grew beyond its 4 bytes"):
         read_json(path, max_bytes=5)

@@ -228,6 +228,9 @@ def test_signs_and_uniform_bits_must_fit(changes: dict[str, Any], text: str) -> 
 def test_other_types_are_refused() -> None:
     with pytest.raises(FormatTypeError, match="expected a NativeLayer, got dict"):
         trellis_from_native({})  # type: ignore[arg-type]
+    for name, kind in (("config", "TrellisConfig"), ("geometry", "ExpertGeometry"), ("extent", "TrellisExtent")):
+        with pytest.raises(FormatTypeError, match=f"{name} of a layer must be {kind}, got dict"):
+            glm_layer(**{name: {}})
     with pytest.raises(FormatTypeError, match="input_scales must be ScaleFactors, got ndarray"):
         glm_layer(input_scales=np.ones(512, np.float16))
     with pytest.raises(FormatTypeError, match="rate must be an array, got list"):

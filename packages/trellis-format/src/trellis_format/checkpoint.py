@@ -14,6 +14,7 @@ from typing import Any
 
 from trellis_format.errors import FormatNotFoundError, FormatValueError
 from trellis_format.files.arrays import FileArray, ShardReader
+from trellis_format.files.collector import paused_collector
 from trellis_format.files.header import read_header
 from trellis_format.files.strict_json import read_json
 
@@ -72,6 +73,7 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+@paused_collector()
 def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False) -> Checkpoint:
     """Open a checkpoint directory from headers alone.
 
@@ -166,6 +168,8 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
 
 def _compare_index(index: dict[str, str], origin: dict[str, str], directory: Path) -> None:
+    if index == origin:
+        return
     absent = [name for name, shard in _differences(index, origin)]
     hidden = [name for name, shard in _differences(origin, index)]
     if absent or hidden:

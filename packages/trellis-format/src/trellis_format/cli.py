@@ -25,9 +25,12 @@ from trellis_format.exl3.names import DEFAULT_PATTERN
 from trellis_format.inspect import inspect_checkpoint
 from trellis_format.report import InspectReport
 from trellis_format.text import write_report
+from trellis_format.validate_report import ValidateReport
 from trellis_format.version import version
 
 __all__ = ["EXIT_ERRORS", "EXIT_OK", "EXIT_UNUSABLE", "main"]
+
+_REPORTS: dict[str, type[InspectReport] | type[ValidateReport]] = {"inspect": InspectReport, "validate": ValidateReport}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_printing(sys.stdout)
     keep_printing(sys.stderr)
     if options.command == "schema":
-        return emit_json(InspectReport.json_schema(), EXIT_OK)
+        return emit_json(_REPORTS[options.report].json_schema(), EXIT_OK)
     if options.command == "inspect":
         return _inspect(options)
     return int(options.run(options))
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trellis-format",
-        description="Tell what a checkpoint of trellis-quantised weights holds, from its headers alone.",
+        description="Say what a checkpoint of trellis-quantised weights holds and whether it is sound; convert it.",
         epilog="exit codes: 0 nothing is wrong, 1 a finding is an error, 2 the checkpoint cannot be opened",
     )
     parser.add_argument("--version", action="version", version=f"trellis-format {version()}")
@@ -71,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         help="regular expression of the module name of an expert's linear, with groups layer, expert and projection",
     )
     inspect.add_argument("--ignore-index", action="store_true", help="do not compare the shards with the index")
-    commands.add_parser("schema", help="write the JSON schema of `inspect --json`")
+    schema = commands.add_parser("schema", help="write the JSON schema of what --json writes")
+    schema.add_argument("report", nargs="?", choices=tuple(_REPORTS), default="inspect", help="default: inspect")
     for command in (validate, convert, synth, decode):
         command.add_parser(commands)
     return parser

@@ -23,6 +23,7 @@ from trellis_format.exl3.linear import Exl3Linear, describe_linear
 from trellis_format.exl3.names import DEFAULT_PATTERN, ExpertName, compile_pattern, match_expert
 from trellis_format.extent import BLOCK
 from trellis_format.files.arrays import FileArray
+from trellis_format.files.collector import paused_collector
 from trellis_format.findings import Findings
 from trellis_format.model_config import ModelConfig, parse_model_config
 from trellis_format.report import (
@@ -78,6 +79,7 @@ class _Survey:
             self.sizes.append((kind, tensor.nbytes))
 
 
+@paused_collector()
 def inspect_checkpoint(
     path: str | os.PathLike[str], *, pattern: str = DEFAULT_PATTERN, ignore_index: bool = False
 ) -> InspectReport:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.codebooks import EXL3_CODEBOOKS
+from trellis_format.codebooks import EXL3_CODEBOOKS, get_codebook
 from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.exl3.writer import quantization_object, write_exl3
 from trellis_format.extent import BLOCK
@@ -26,7 +26,7 @@ from trellis_format.source import Projection
 from trellis_format.synth_names import Naming, get_naming
 from trellis_format.writer import CHUNK_BYTES, Chunks, OutputDirectory, PlannedTensor, of_array
 
-__all__ = ["HEAD_RATE", "SynthSpec", "plan_synthetic", "synth_checkpoint"]
+__all__ = ["HEAD_RATE", "SynthSpec", "plan_synthetic", "synth_checkpoint", "synth_config"]
 
 HEAD_RATE = Rate.of(6)
 """K of the projection to the vocabulary."""
@@ -84,12 +84,15 @@ class SynthSpec:
             raise FormatValueError(f"top_k {self.top_k} exceeds the {self.experts} experts")
         if self.mix not in ("layer", "expert", "projection"):
             raise FormatValueError(f"unknown mix {self.mix!r}; known: layer, expert, projection")
-        if self.codebook not in EXL3_CODEBOOKS:
-            raise FormatValueError(f"unknown codebook {self.codebook!r} of EXL3; known: {', '.join(EXL3_CODEBOOKS)}")
         if not self.rates:
             raise FormatValueError("at least one rate is needed")
         for rate in self.rates:
-            EXL3_CODEBOOKS[self.codebook].check_rate(rate)
+            get_codebook(self.codebook).check_rate(rate)
+        if self.dense and self.codebook not in EXL3_CODEBOOKS:
+            raise FormatValueError(
+                f"linears outside of experts are EXL3, which has no codebook {self.codebook}; known: "
+                f"{', '.join(EXL3_CODEBOOKS)}"
+            )
         get_naming(self.naming)
 
 
@@ -107,26 +110,31 @@ def synth_checkpoint(
         Bytes of its tensors.
 
     Raises:
-        FormatValueError: if the directory exists or cannot be written.
+        FormatValueError: if EXL3 has no such codebook, or the directory exists or cannot be written.
     """
+    if spec.codebook not in EXL3_CODEBOOKS:
+        raise FormatValueError(f"unknown codebook {spec.codebook!r} of EXL3; known: {', '.join(EXL3_CODEBOOKS)}")
     tensors = list(plan_synthetic(spec))
-    naming = get_naming(spec.naming)
-    config = naming.config(
-        hidden=spec.hidden, intermediate=spec.intermediate, experts=spec.experts, layers=spec.layers, top_k=spec.top_k
-    )
     head_bits = HEAD_RATE.bits if spec.dense else None
     stated = quantization_object(tensors, codebook=spec.codebook, head_bits=head_bits)
-    config |= {"vocab_size": _VOCABULARY} if spec.dense else {}
     with OutputDirectory(path, fingerprint=repr(spec)) as directory:
         write_exl3(
             directory,
             tensors,
-            config=config | {"quantization_config": stated},
+            config=synth_config(spec) | {"quantization_config": stated},
             quantization=stated,
             shards=spec.shards,
             on_bytes=on_bytes,
         )
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def synth_config(spec: SynthSpec) -> dict[str, Any]:
+    """The model's configuration, without what it says about quantisation."""
+    config = get_naming(spec.naming).config(
+        hidden=spec.hidden, intermediate=spec.intermediate, experts=spec.experts, layers=spec.layers, top_k=spec.top_k
+    )
+    return config | ({"vocab_size": _VOCABULARY} if spec.dense else {})
 
 
 def plan_synthetic(spec: SynthSpec) -> Iterator[PlannedTensor]:
@@ -187,15 +195,16 @@ class _Maker:
 
     def __init__(self, spec: SynthSpec) -> None:
         self._spec = spec
-        self._codebook = EXL3_CODEBOOKS[spec.codebook]
-        self._spread = float(self._codebook.table.astype(np.float64).std())
+        self._codebook = get_codebook(spec.codebook)
+        rates = {*spec.rates, *([HEAD_RATE] if spec.dense else [])}
+        self._spreads = {rate: float(self._codebook.table_for(rate).astype(np.float64).std()) for rate in rates}
 
     def linear(self, module: str, k: int, n: int, rate: Rate, *, biased: bool) -> Iterator[PlannedTensor]:
         """The tensors of a linear of `k x n` true channels."""
         stored_k, stored_n = (-(-side // BLOCK) * BLOCK for side in (k, n))
         shape = (stored_k // TILE, stored_n // TILE, rate.tile_words16)
         yield PlannedTensor(f"{module}.trellis", "I16", shape, self._codes(f"{module}.trellis", math.prod(shape) * 2))
-        yield self._vector(f"{module}.suh", stored_k, stored_k, 1.0 / (math.sqrt(k) * self._spread))
+        yield self._vector(f"{module}.suh", stored_k, stored_k, 1.0 / (math.sqrt(k) * self._spreads[rate]))
         yield self._vector(f"{module}.svh", n, stored_n, 1.0)
         if self._codebook.multiplier is not None:
             marker = np.array(self._codebook.multiplier, dtype=np.uint32).view(np.int32)

@@ -121,8 +121,8 @@ def _check_data(layers: _Layers, layer: int, file: Path, findings: Findings) -> 
         code = "payload-hash" if error.message.startswith("sha256") else "container-invalid"
         findings.error(code, _placed(error, file))
     else:
-        for error in _padding_errors(source, weights, layer, file):
-            findings.error("padding-not-zero", error)
+        for wrong in _padding_errors(source, weights, layer, file):
+            findings.error("padding-not-zero", wrong)
 
 
 def _padding_errors(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,10 @@ Chunks = Iterator["npt.NDArray[np.uint8] | int"]
 """Bytes of a tensor in order: `[bytes] uint8` arrays, and ints n for n zero bytes."""
 
 
+def _no_chunks() -> Chunks:
+    return iter(())
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """A tensor that is yet to be written.
@@ -63,12 +67,15 @@ class PlannedTensor:
         shape: axis lengths.
         chunks: makes an iterator over its bytes in order, `[bytes] uint8` arrays; an int n stands for n zero bytes,
             which become a hole where the file system has them.
+        pieces: instead of `chunks`, makes an iterator over byte offsets and the `[bytes] uint8` arrays that lie there,
+            in any order; what no piece covers is zeros.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: Callable[[], Chunks]
+    chunks: Callable[[], Chunks] = _no_chunks
+    pieces: Callable[[], Iterator[tuple[int, npt.NDArray[np.uint8]]]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -137,13 +144,7 @@ def write_shard(
         with temporary.open("wb") as stream:
             stream.write(header)
             for tensor in ordered:
-                for chunk in _exact(tensor, path):
-                    if isinstance(chunk, int):
-                        stream.seek(chunk, os.SEEK_CUR)
-                    else:
-                        stream.write(chunk.data)
-                    if on_bytes is not None:
-                        on_bytes(chunk if isinstance(chunk, int) else chunk.nbytes)
+                _write_tensor(stream, tensor, path, on_bytes or (lambda _: None))
             stream.truncate(size)
             stream.flush()
             os.fsync(stream.fileno())
@@ -153,6 +154,38 @@ def write_shard(
     finally:
         temporary.unlink(missing_ok=True)
     return size
+
+
+def _write_tensor(stream: BinaryIO, tensor: PlannedTensor, path: Path, on_bytes: Callable[[int], None]) -> None:
+    if tensor.pieces is None:
+        for chunk in _exact(tensor, path):
+            if isinstance(chunk, int):
+                stream.seek(chunk, os.SEEK_CUR)
+            else:
+                stream.write(chunk.data)
+            on_bytes(chunk if isinstance(chunk, int) else chunk.nbytes)
+        return
+    stream.flush()
+    base, left = stream.tell(), tensor.nbytes
+    for offset, piece in tensor.pieces():
+        left -= piece.nbytes
+        if left < 0 or not 0 <= offset <= tensor.nbytes - piece.nbytes:
+            raise FormatValueError(
+                f"the plan has {piece.nbytes} bytes at {offset}, beyond the {tensor.nbytes} bytes of {tensor.dtype} "
+                f"{list(tensor.shape)} or twice",
+                file=path,
+                tensor=tensor.name,
+            )
+        _write_at(stream.fileno(), piece, base + offset)
+        on_bytes(piece.nbytes)
+    on_bytes(left)
+    stream.seek(base + tensor.nbytes)
+
+
+def _write_at(descriptor: int, piece: npt.NDArray[np.uint8], offset: int) -> None:
+    done = 0
+    while done < piece.nbytes:  # a write may stop short, at a signal or at 2 GiB
+        done += os.pwrite(descriptor, piece[done:].data, offset + done)
 
 
 def _header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str] | None, path: Path) -> bytes:
@@ -248,7 +281,8 @@ class OutputDirectory:
 
     def __enter__(self) -> Self:
         try:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            taken = self.path.is_symlink() or (self.path.exists() and not self.path.is_dir())
+            if taken or (self.path.exists() and any(self.path.iterdir())):
                 text = "already exists; name a directory that does not, or an empty one"
                 raise FormatValueError(text, file=self.path)
             self.partial.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,14 @@ import numpy.typing as npt
 
 from trellis_format.rates import STATE_BITS, Rate
 
-__all__ = ["rank_of", "ranks_of"]
+__all__ = ["ADDEND", "FOLD", "MULTIPLIER", "rank_of", "ranks_of"]
 
-_FOLD = 11  # bits by which the history is folded onto itself
-_MULTIPLIER = 0x3FA7D929
-_ADDEND = 0xC928FD8E
+FOLD = 11
+"""Bits by which the history is folded onto itself."""
+MULTIPLIER = 0x3FA7D929
+"""Factor of the hash of the folded history, modulo 2^32."""
+ADDEND = 0xC928FD8E
+"""Term of that hash."""
 _WORD = 0xFFFFFFFF
 
 
@@ -25,9 +28,9 @@ def rank_of(state: int, rate: Rate) -> int:
     kept = STATE_BITS - bits
     mask = (1 << kept) - 1
     history, branch = state >> bits, state & ((1 << bits) - 1)
-    mixed = history ^ history >> _FOLD
-    mixed ^= mixed << _FOLD & mask
-    hashed = mixed * _MULTIPLIER + _ADDEND & _WORD
+    mixed = history ^ history >> FOLD
+    mixed ^= mixed << FOLD & mask
+    hashed = mixed * MULTIPLIER + ADDEND & _WORD
     return (_reversed(branch, bits) ^ hashed >> 32 - bits) << kept | hashed & mask
 
 
@@ -38,9 +41,9 @@ def ranks_of(states: npt.NDArray[np.uint16], rate: Rate) -> npt.NDArray[np.uint1
     mask = np.uint32((1 << kept) - 1)
     words = states.astype(np.uint32)
     history = words >> np.uint32(bits)
-    mixed = history ^ history >> np.uint32(_FOLD)
-    mixed ^= mixed << np.uint32(_FOLD) & mask
-    hashed = mixed * np.uint32(_MULTIPLIER) + np.uint32(_ADDEND)
+    mixed = history ^ history >> np.uint32(FOLD)
+    mixed ^= mixed << np.uint32(FOLD) & mask
+    hashed = mixed * np.uint32(MULTIPLIER) + np.uint32(ADDEND)
     reverse = np.array([_reversed(branch, bits) for branch in range(1 << bits)], dtype=np.uint32)
     branch = reverse[words & np.uint32((1 << bits) - 1)]
     ranks: npt.NDArray[np.uint32] = (branch ^ hashed >> np.uint32(32 - bits)) << np.uint32(kept) | hashed & mask

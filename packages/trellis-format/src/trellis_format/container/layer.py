@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trellis_format.container.extents import check_extent
 from trellis_format.container.manifest import PAIR_KINDS, PAIR_SLOTS, ManifestHead
-from trellis_format.errors import FormatValueError
+from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.extent import SLOT, TrellisExtent
 from trellis_format.files.arrays import ArrayView, MemoryArray
 from trellis_format.files.boxes import take_box
@@ -45,6 +45,10 @@ class _Content:
     sign_pattern: npt.NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (("head", ManifestHead), ("layer", int), ("extent", TrellisExtent)):
+            if not isinstance(getattr(self, name), kind):
+                found = type(getattr(self, name)).__name__
+                raise FormatTypeError(f"{name} of a layer must be {kind.__name__}, got {found}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "codes":

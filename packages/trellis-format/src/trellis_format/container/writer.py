@@ -27,11 +27,12 @@ from trellis_format.container.manifest import (
     layer_file_name,
 )
 from trellis_format.errors import FormatUnsupportedError, FormatValueError
-from trellis_format.extent import BLOCK_SLOTS, SLOT
+from trellis_format.extent import BLOCK, BLOCK_SLOTS, SLOT
 from trellis_format.files.layer_file import file_sha256
+from trellis_format.plan_codes import plan_codes
 from trellis_format.rates import Rate
 from trellis_format.schema import parse_model
-from trellis_format.slots import iterate_rows, row_bytes
+from trellis_format.slots import row_bytes
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_format.writer import PlannedTensor, of_array, write_shard
 
@@ -69,10 +70,15 @@ def container_refusal(source: TrellisSource) -> str | None:
             != (geometry.padded_hidden_size, geometry.padded_intermediate_size),
             f"padding to {geometry.padded_hidden_size} x {geometry.padded_intermediate_size} channels",
         ),
-        (not source.extent.is_whole, f"only slots of {source.extent.width} channels are at hand"),
     ):
         if wrong:
             return f"{reason}, for which it has no field"
+    if not source.extent.is_whole:
+        return f"only {source.extent.width} of {source.extent.global_intermediate_size} channels are at hand"
+    if source.expert_transform is not None and geometry.intermediate_size % (2 * BLOCK):
+        return (
+            f"half of {geometry.intermediate_size} channels, where an intermediate Hadamard has a barrier, cuts a block"
+        )
     return None
 
 
@@ -125,7 +131,7 @@ def plan_head(sources: Mapping[int, TrellisSource], *, row_alignment: int = ROW_
         "layout": {
             "row_alignment": row_alignment,
             "extent_alignment_slots": BLOCK_SLOTS,
-            "extent_barriers": [slots // 2] if transform and slots > 1 else [],
+            "extent_barriers": [slots // 2] if transform else [],
         },
     }
     return parse_model(ManifestHead, head)
@@ -179,7 +185,7 @@ def write_layer(
     }
     if weights.expert_sign_patterns is not None:
         tables["sign_pattern"] = weights.expert_sign_patterns
-    codes = PlannedTensor("codes", "U8", (slots, stride), lambda: iterate_rows(source, weights, stride))
+    codes = plan_codes(source, weights, stride)
     planned = [*(of_array(name, np.ascontiguousarray(table)) for name, table in tables.items()), codes]
     return _write(directory, head, layer, planned, on_bytes)
 

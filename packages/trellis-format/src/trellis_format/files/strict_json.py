@@ -60,13 +60,13 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
         if size > max_bytes:
             raise FormatValueError(f"JSON of {size} bytes exceeds the bound of {max_bytes} bytes", file=file)
         with file.open("rb") as stream:
-            data = stream.read(max_bytes + 1)
+            data = stream.read(size + 1)  # not the bound: a stream allocates what it is asked for
     except OSError as error:
         if isinstance(error, FormatNotFoundError):
             raise
         raise FormatValueError(f"cannot be read: {error.strerror or error}", file=file) from error
-    if len(data) > max_bytes:
-        raise FormatValueError(f"JSON grew beyond the bound of {max_bytes} bytes while it was read", file=file)
+    if len(data) > size:
+        raise FormatValueError(f"JSON grew beyond its {size} bytes while it was read", file=file)
     return parse_json(data, file=file)
 
 

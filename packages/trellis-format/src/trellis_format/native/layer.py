@@ -63,6 +63,10 @@ class NativeLayer:
     uniform_bits: int | float | Rate | None = None
 
     def __post_init__(self) -> None:
+        for name, wanted in (("config", TrellisConfig), ("geometry", ExpertGeometry), ("extent", TrellisExtent)):
+            if not isinstance(getattr(self, name), wanted):
+                found = type(getattr(self, name)).__name__
+                raise FormatTypeError(f"{name} of a layer must be {wanted.__name__}, got {found}")
         for boundary in Boundary:
             if not isinstance(getattr(self, boundary.value), ScaleFactors):
                 kind = type(getattr(self, boundary.value)).__name__

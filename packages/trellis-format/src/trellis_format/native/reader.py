@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trellis_format.errors import FormatError, FormatTypeError, FormatValueError
-from trellis_format.extent import TrellisExtent
+from trellis_format.extent import SLOT, TrellisExtent
 from trellis_format.files.arrays import ArrayView, FileArray, MemoryArray
 from trellis_format.files.boxes import take_box
 from trellis_format.files.layer_file import LayerFile
 from trellis_format.native.layer import NativeLayer, rates_of
 from trellis_format.native.manifest import NativeManifest
 from trellis_format.native.scales import Boundary, ScaleFactors
+from trellis_format.rates import Rate
 from trellis_format.slots import section_bytes
 from trellis_format.source import Projection
 
@@ -95,7 +96,7 @@ def _check_header(manifest: NativeManifest, file: LayerFile) -> None:
     """Hold what is large to the manifest before anything is allocated; the rest is bounded by the tables' shapes."""
     geometry = manifest.geometry.geometry()
     experts, projections = geometry.num_experts, len(geometry.projections)
-    slots = geometry.padded_intermediate_size // 32
+    slots = geometry.padded_intermediate_size // SLOT
     widest = max(geometry.padded_hidden_size, geometry.padded_intermediate_size)
     for name, tensor in file.tensors.items():
         kind = "F16" if name.endswith((".vectors", ".gains")) or name.startswith("bias.") else "U8"
@@ -113,12 +114,11 @@ def _check_header(manifest: NativeManifest, file: LayerFile) -> None:
 
 def _check_row(manifest: NativeManifest, file: LayerFile) -> None:
     geometry = manifest.geometry.geometry()
-    rates = rates_of(manifest.config, geometry, file.tensors["rate"].read())
-    size = sum(
-        section_bytes(geometry.padded_hidden_size, rates.rate(expert, index))
-        for expert in range(geometry.num_experts)
-        for index in range(len(geometry.projections))
-    )
+    half_bits = rates_of(manifest.config, geometry, file.tensors["rate"].read()).half_bits
+    # without a loop over experts, whose number is only a claim until the row has their bytes
+    experts = geometry.num_experts if len(half_bits) == 1 else 1
+    projections = len(geometry.projections) if len(half_bits[0]) == 1 else 1
+    size = section_bytes(geometry.padded_hidden_size, Rate(2)) // 2 * sum(map(sum, half_bits)) * experts * projections
     codes = file.tensors["codes"]
     if codes.shape[1] != size:
         raise _refuse(codes, f"rows have {codes.shape[1]} bytes, their payload is exactly {size}")

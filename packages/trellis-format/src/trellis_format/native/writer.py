@@ -30,6 +30,7 @@ from trellis_format.native.manifest import (
     layer_file_name,
 )
 from trellis_format.native.scales import Boundary
+from trellis_format.plan_codes import plan_codes
 from trellis_format.rate_table import RateTable
 from trellis_format.schema import emit_json, parse_model
 from trellis_format.slots import iterate_rows, row_bytes
@@ -124,9 +125,7 @@ def write_layer(
     }
     if weights.expert_sign_patterns is not None:
         arrays["expert_sign_patterns"] = weights.expert_sign_patterns
-    shape = (source.extent.slot_count, row_bytes(source))
-    codes = PlannedTensor("codes", "U8", shape, lambda: iterate_rows(source, weights, shape[1]))
-    _write(directory, head, layer, arrays, codes, on_bytes)
+    _write(directory, head, layer, arrays, plan_codes(source, weights, row_bytes(source)), on_bytes)
     return layer_entry(directory, layer, source)
 
 
