@@ -88,6 +88,13 @@ def integration(session: nox.Session) -> None:
     run_pytest(session, "tests/integration", *files)
 
 
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Feed 200,000 mutated headers and manifests to the readers of trellis-format; `-- --count N` for fewer."""
+    install_wheels(session, "trellis-format")
+    session.run("python", "tests/fuzzing.py", *session.posargs)
+
+
 @nox.session
 def minimums(session: nox.Session) -> None:
     """Test all four packages with the lowest version of each direct dependency that a package declares."""

@@ -21,6 +21,7 @@ from trellis_format.rates import Rate
 from trellis_format.report import Severity
 from trellis_format.synth import SynthSpec, synth_checkpoint
 from trellis_format.synth_names import NAMINGS
+from trellis_format.synth_source import synth_container
 
 CONFIG = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 2, "hidden_act": "silu"}
 
@@ -109,6 +110,34 @@ def test_what_other_containers_cannot_hold_is_refused_and_leaves_nothing(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_codebooks_that_exl3_lacks_are_refused(tmp_path: Path) -> None:
+    spec = SynthSpec(hidden=128, intermediate=128, experts=2, layers=1, codebook="lut_e4m3")
+    synth_container(tmp_path / "native", spec, "native")
+    with pytest.raises(FormatUnsupportedError, match="layer 0: EXL3 linears cannot hold it: codebook lut_e4m3"):
+        run(tmp_path / "native", tmp_path / "out", "exl3")
+    run(tmp_path / "native", tmp_path / "v1", "exl3-v1")
+    run(tmp_path / "v1", tmp_path / "again", "native")
+    first, again = ((tmp_path / name / "trellis-layer-00000.safetensors").read_bytes() for name in ("native", "again"))
+    assert first == again
+
+
+def test_files_that_cannot_be_copied_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    source = write_checkpoint(tmp_path / "source", sound(), config=CONFIG)
+    monkeypatch.setattr("shutil.copyfile", refuse)
+    with pytest.raises(FormatValueError, match=r"config\.json: cannot be copied: Permission denied"):
+        run(source, tmp_path / "out", "native")
+
+
+def test_a_stated_quantisation_without_modules_is_kept(tmp_path: Path) -> None:
+    stated = {"quant_method": "exl3"}
+    source = write_checkpoint(tmp_path / "source", sound() | sound(layer=1), config=CONFIG, quantization=stated)
+    run(source, tmp_path / "out", "native", layers=[1])
+    assert json.loads((tmp_path / "out" / "quantization_config.json").read_text()) == stated
+
+
 def test_exl3_is_dealt_to_other_shards_whatever_it_holds(tmp_path: Path) -> None:
     tensors = sound(bias=np.float32) | sound(layer=1, packed=True, codebook="mul1", bits=2.5)
     source = write_checkpoint(tmp_path / "a", tensors, config=CONFIG)
@@ -140,8 +169,9 @@ def test_layers_may_be_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", CONTAINERS)
-def test_an_interrupted_conversion_continues(tmp_path: Path, target: str) -> None:
-    spec = SynthSpec(hidden=128, intermediate=128, experts=2, layers=3, codebook="mcg", dense=True)
+@pytest.mark.parametrize("dense", [False, True])
+def test_an_interrupted_conversion_continues(tmp_path: Path, target: str, dense: bool) -> None:
+    spec = SynthSpec(hidden=128, intermediate=128, experts=2, layers=3, codebook="mcg", dense=dense)
     synth_checkpoint(tmp_path / "source", spec)
     wanted = run(tmp_path / "source", tmp_path / "whole", target, shards=3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,17 @@ def test_names_that_lack_a_projection_are_refused(tmp_path: Path) -> None:
     write_json(path / NAMES_FILE, {"schema": "trellis-format/names", "schema_version": 1, "layers": layers})
     with closing(open_source(path)) as source, pytest.raises(FormatValueError, match="no name for up"):
         convert(source, tmp_path / "out", "exl3")
+
+
+def test_gains_are_not_folded_into_vectors(tmp_path: Path) -> None:
+    path = made(tmp_path, "native")
+    manifest = json.loads((path / "trellis-manifest.json").read_text())
+    manifest["quantization_config"]["b12x_trellis"]["scale"]["output_scales"]["gains"] = "uniform"
+    write_json(path / "trellis-manifest.json", manifest)
+    with closing(open_source(path)) as source:
+        with pytest.raises(FormatUnsupportedError, match="output_scales are vectors times gains"):
+            source.read_layer(5)
+        assert source.layers == (5,)
 
 
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:

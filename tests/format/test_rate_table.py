@@ -91,3 +91,34 @@ def test_cells_are_legal_rates() -> None:
         RateTable(((6.0,),))  # type: ignore[arg-type]
     with pytest.raises(FormatValueError, match="at least one row"):
         RateTable.of([])
+
+
+@pytest.mark.parametrize(
+    ("rate", "half_bits"),
+    [
+        ([0x33], ((6,),)),
+        ([0x33, 0x33], ((6,),)),
+        ([0x99, 0x44, 0x88], ((3,), (8,), (16,))),
+        ([[0x33, 0x33, 0x33], [0x44, 0x44, 0x44]], ((6,), (8,))),
+        ([[0x11, 0xAA, 0x44], [0xBB, 0x22, 0x77]], ((2, 5, 8), (7, 4, 14))),
+    ],
+)
+def test_bytes_are_read_as_the_shortest_table(rate: list[object], half_bits: tuple[tuple[int, ...], ...]) -> None:
+    assert RateTable.from_bytes(np.array(rate, dtype=np.uint8)) == RateTable(half_bits)
+
+
+def test_bytes_that_are_no_rates_are_named_by_place() -> None:
+    with pytest.raises(FormatValueError, match=r"rate\[1, 2\]: rate byte 0x24 .*symmetric"):
+        RateTable.from_bytes(np.array([[0x33] * 3, [0x33, 0x33, 0x24]], dtype=np.uint8))
+    with pytest.raises(FormatValueError, match=r"rate\[0\]: rate byte 0x0C: rate nibble 0 is illegal"):
+        RateTable.from_bytes(np.array([0x0C], dtype=np.uint8))
+    with pytest.raises(FormatTypeError, match="rate must be uint8, got int16"):
+        RateTable.from_bytes(np.array([0x33], dtype=np.int16))  # type: ignore[arg-type]
+    for shape in ((), (0,), (1, 1, 1)):
+        with pytest.raises(FormatValueError, match=r"rate must be .* got shape"):
+            RateTable.from_bytes(np.full(shape, 0x33, dtype=np.uint8))
+
+
+def test_bytes_written_are_read_back() -> None:
+    for table in (((6,),), ((3,), (8,)), ((2, 5, 8), (7, 4, 14)), ((2, 5, 8),)):
+        assert RateTable.from_bytes(RateTable(table).rate_bytes()) == RateTable(table)

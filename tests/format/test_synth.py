@@ -140,7 +140,9 @@ def test_sizes_are_positive_ints(name: str) -> None:
         ({"seed": -1}, "seed -1 is below 0"),
         ({"top_k": 4}, "top_k 4 exceeds the 3 experts"),
         ({"mix": "tile"}, "unknown mix 'tile'"),
-        ({"codebook": "lut_fp16"}, "unknown codebook 'lut_fp16' of EXL3; known: 3inst, mcg, mul1"),
+        ({"codebook": "lut_fp16"}, "codebook lut_fp16 has no K = 2"),
+        ({"codebook": "lut_e4m3", "dense": True}, "EXL3, which has no codebook lut_e4m3; known: 3inst, mcg, mul1"),
+        ({"codebook": "fp4"}, "unknown codebook 'fp4'"),
         ({"rates": ()}, "at least one rate"),
         ({"codebook": "mcg", "rates": (Rate.of(3), Rate.of(2.5))}, "no half rate"),
         ({"naming": "gpt2"}, "unknown naming"),
@@ -149,6 +151,11 @@ def test_sizes_are_positive_ints(name: str) -> None:
 def test_specifications_are_checked(change: dict[str, Any], text: str) -> None:
     with pytest.raises(FormatValueError, match=text):
         replace(SPEC, **change)
+
+
+def test_exl3_has_no_table_codebooks(tmp_path: Path) -> None:
+    with pytest.raises(FormatValueError, match="unknown codebook 'lut_e4m3' of EXL3; known: 3inst, mcg, mul1"):
+        synth_checkpoint(tmp_path / "out", replace(SPEC, codebook="lut_e4m3"))
 
 
 def test_the_destination_is_not_overwritten(tmp_path: Path) -> None:

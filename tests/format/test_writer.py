@@ -108,6 +108,30 @@ def test_plans_that_give_other_bytes_than_they_need_leave_nothing(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
+def scattered(*pieces: tuple[int, int]) -> PlannedTensor:
+    """10 bytes, of which pieces of (offset, length) are ones."""
+    return PlannedTensor(
+        "s", "U8", (10,), pieces=lambda: iter([(offset, np.ones(length, np.uint8)) for offset, length in pieces])
+    )
+
+
+def test_pieces_lie_where_they_say_between_zeros(tmp_path: Path) -> None:
+    told: list[int] = []
+    tensors = [planned("a", 3, 3), scattered((7, 2), (1, 3)), planned("b", 2, 2)]
+    write_shard(tmp_path / "x.safetensors", tensors, on_bytes=told.append)
+    found = load_file(tmp_path / "x.safetensors")
+    assert found["s"].tolist() == [0, 1, 1, 1, 0, 0, 0, 1, 1, 0]
+    assert (found["a"].tolist(), found["b"].tolist()) == ([7, 7, 7], [7, 7])
+    assert told == [3, 2, 3, 5, 2]
+
+
+@pytest.mark.parametrize("pieces", [((8, 3),), ((-1, 2),), ((0, 6), (0, 6)), ((0, 11),)])
+def test_pieces_beyond_their_tensor_are_refused(tmp_path: Path, pieces: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(FormatValueError, match=r"s: the plan has \d+ bytes at -?\d+, beyond the 10 bytes of U8 \[10\]"):
+        write_shard(tmp_path / "x.safetensors", [scattered(*pieces)])
+    assert os.listdir(tmp_path) == []
+
+
 def test_each_piece_is_told(tmp_path: Path) -> None:
     told: list[int] = []
     write_shard(tmp_path / "x.safetensors", [planned("t", 7, 3, 4), planned("u", 2, 2)], on_bytes=told.append)
@@ -179,6 +203,10 @@ def test_a_directory_with_content_is_kept(tmp_path: Path) -> None:
     with pytest.raises(FormatValueError, match="already exists"):
         OutputDirectory(tmp_path / "kept", fingerprint="f").__enter__()
     assert (tmp_path / "kept").read_text() == "here"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")  # a rename would put the directory in the link's place
+    with pytest.raises(FormatValueError, match="already exists"):
+        OutputDirectory(tmp_path / "link", fingerprint="f").__enter__()
 
 
 def write_and_fail(directory: OutputDirectory) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from trellis_format.checkpoint import Checkpoint, open_checkpoint
+from trellis_format.checkpoint import open_checkpoint
 from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, progress
-from trellis_format.decoded import plan_decoded
+from trellis_format.convert_source import ConvertSource, container_of, open_source
+from trellis_format.decoded import StoredLinear, plan_decoded
 from trellis_format.errors import FormatError, FormatValueError
 from trellis_format.exl3.layers import group_modules
-from trellis_format.exl3.linear import Exl3Linear, describe_linear
+from trellis_format.exl3.linear import describe_linear
 from trellis_format.text import printable
 from trellis_format.writer import write_shard
 
@@ -24,9 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "decode",
         help="write one linear's weights as numbers",
-        description="Decode one EXL3 linear to a safetensors file with one matrix, input by output channels.",
+        description="Decode one linear to a safetensors file with one matrix, input by output channels. Containers "
+        "other than EXL3 have linears of experts, under the names that they had in EXL3.",
     )
-    parser.add_argument("path", metavar="PATH", help="folder with safetensors files")
+    parser.add_argument("path", metavar="PATH", help="folder of a checkpoint in any container")
     parser.add_argument("tensor", metavar="TENSOR", help="module name of a linear, with or without .trellis")
     parser.add_argument("out", metavar="OUT", help="safetensors file to write; it must not exist")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
@@ -45,9 +49,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if out.exists():
             raise FormatValueError("already exists", file=out)
-        with open_checkpoint(options.path, ignore_index=options.ignore_index) as checkpoint:
-            linear = _linear(checkpoint, options.tensor)
-            linear.check_marker()
+        with _opened(options) as linear:
             plan = plan_decoded(linear, dtype=options.dtype, original_basis=options.original_basis)
             metadata = {
                 "layout": "[in, out]",
@@ -60,15 +62,40 @@ def run(options: argparse.Namespace) -> int:
     except FormatError as error:
         complain(str(error))
         return EXIT_UNUSABLE
-    line = f"wrote {printable(str(out))}: {printable(plan.name)} {linear.k} x {linear.n} {options.dtype}\n"
+    line = f"wrote {printable(str(out))}: {printable(plan.name)} {plan.shape[0]} x {plan.shape[1]} {options.dtype}\n"
     return emit(lambda: sys.stdout.write(line), EXIT_OK)
 
 
-def _linear(checkpoint: Checkpoint, name: str) -> Exl3Linear:
-    module = name.removesuffix(".trellis")
-    linears = group_modules(checkpoint.tensors).linears
-    if module not in linears:
-        near = difflib.get_close_matches(module, linears, n=1)
-        hint = f"; nearest: {near[0]}" if near else f"; it has {len(linears)}"
-        raise FormatValueError(f"no EXL3 linear of this name{hint}", file=checkpoint.path, tensor=module)
-    return describe_linear(module, linears[module])
+@contextmanager
+def _opened(options: argparse.Namespace) -> Iterator[StoredLinear]:
+    module = options.tensor.removesuffix(".trellis")
+    if container_of(options.path) == "exl3":
+        with open_checkpoint(options.path, ignore_index=options.ignore_index) as checkpoint:
+            linears = group_modules(checkpoint.tensors).linears
+            if module not in linears:
+                raise _unknown(checkpoint.path, module, linears)
+            linear = describe_linear(module, linears[module])
+            linear.check_marker()
+            yield StoredLinear.of_exl3(linear)
+    else:
+        with closing(open_source(options.path)) as source:
+            yield _of_container(source, module)
+
+
+def _of_container(source: ConvertSource, module: str) -> StoredLinear:
+    path, _, word = module.rpartition(".")
+    prefix, _, expert = path.rpartition(".")
+    for layer, names in source.names.items():
+        projection = next((key for key, name in names.words.items() if name == word), None)
+        if names.prefix == prefix and projection is not None and expert.isascii() and expert.isdigit():
+            described, weights = source.read_layer(layer)
+            if int(expert[:9]) < described.geometry.num_experts and projection in described.geometry.projections:
+                return StoredLinear.of_layer(described, weights, int(expert[:9]), projection, module)
+    known = [names.module(0, key) for names in source.names.values() for key in names.words]
+    raise _unknown(source.path, module, known)
+
+
+def _unknown(path: Path, module: str, known: Collection[str]) -> FormatValueError:
+    near = difflib.get_close_matches(module, known, n=1)
+    hint = f"nearest: {near[0]}" if near else f"it has {len(known)}"
+    return FormatValueError(f"no linear of this name; {hint}", file=path, tensor=module)

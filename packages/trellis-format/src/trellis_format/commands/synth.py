@@ -6,12 +6,14 @@ import argparse
 import sys
 from typing import Any
 
-from trellis_format.codebooks import EXL3_CODEBOOKS
+from trellis_format.codebooks import CODEBOOKS
 from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, emit_json, progress
+from trellis_format.convert_source import CONTAINERS
 from trellis_format.errors import FormatError
 from trellis_format.rates import Rate
 from trellis_format.synth import SynthSpec, plan_synthetic, synth_checkpoint
 from trellis_format.synth_names import NAMINGS
+from trellis_format.synth_source import synth_container
 from trellis_format.text import printable
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION", "add_parser", "run"]
@@ -27,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "synth",
         help="write a random checkpoint of any geometry",
-        description="Write an EXL3 checkpoint of random codes and scales. The same arguments give the same bytes.",
+        description="Write a checkpoint of random codes and scales. The same arguments give the same bytes.",
     )
     parser.add_argument("out", metavar="OUT", help="directory to write; it must not exist, or be empty")
     parser.add_argument("--hidden", type=int, required=True, metavar="CHANNELS", help="hidden size")
@@ -44,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="projection",
         help="what draws a rate of its own with --rates (default: projection)",
     )
-    parser.add_argument("--codebook", choices=tuple(EXL3_CODEBOOKS), default="mul1", help="default: mul1")
+    parser.add_argument("--codebook", choices=tuple(CODEBOOKS), default="mul1", help="default: mul1")
+    parser.add_argument("--container", choices=CONTAINERS, default="exl3", help="default: exl3")
     parser.add_argument("--naming", choices=tuple(NAMINGS), default="qwen3", help="architecture (default: qwen3)")
     parser.add_argument("--shards", type=int, default=1, help="most safetensors files to write (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
@@ -60,13 +63,16 @@ def run(options: argparse.Namespace) -> int:
         spec = _spec(options)
         total = sum(tensor.nbytes for tensor in plan_synthetic(spec))
         with progress("synth", show=not options.json) as report:
-            synth_checkpoint(options.out, spec, on_bytes=counted(report, total))
+            if options.container == "exl3":
+                synth_checkpoint(options.out, spec, on_bytes=counted(report, total))
+            else:
+                total = synth_container(options.out, spec, options.container, on_bytes=counted(report, total))
     except FormatError as error:
         complain(str(error))
         return EXIT_UNUSABLE
     tensors = sum(1 for _ in plan_synthetic(spec))
     if options.json:
-        return emit_json(_summary(options.out, spec, tensors, total), EXIT_OK)
+        return emit_json(_summary(options, spec, tensors, total), EXIT_OK)
     line = f"wrote {printable(options.out)}: {tensors} tensors, {total:,} bytes\n"
     return emit(lambda: sys.stdout.write(line), EXIT_OK)
 
@@ -89,11 +95,12 @@ def _spec(options: argparse.Namespace) -> SynthSpec:
     )
 
 
-def _summary(path: str, spec: SynthSpec, tensors: int, total: int) -> dict[str, Any]:
+def _summary(options: argparse.Namespace, spec: SynthSpec, tensors: int, total: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
-        "path": path,
+        "path": options.out,
+        "container": options.container,
         "tensors": tensors,
         "bytes": total,
         "codebook": spec.codebook,

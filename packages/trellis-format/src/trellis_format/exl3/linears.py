@@ -14,7 +14,9 @@ from trellis_format.slots import read_linear
 from trellis_format.source import Projection, TrellisSource, TrellisWeights
 from trellis_format.writer import CHUNK_BYTES, Chunks, PlannedTensor, of_array
 
-__all__ = ["exl3_refusal", "plan_linears"]
+__all__ = ["LinearVectors", "exl3_refusal", "plan_linears"]
+
+_Half = npt.NDArray[np.float16]
 
 
 def exl3_refusal(source: TrellisSource) -> str | None:
@@ -46,14 +48,14 @@ def plan_linears(
     for expert in range(geometry.num_experts):
         for index, projection in enumerate(geometry.projections):
             name, (k, n) = module(expert, projection), geometry.matrix(projection)
-            where = _Linear(source, read, expert, projection)
+            where = LinearVectors(source, read, expert, projection)
             yield _codes(source, read, expert, index, name)
-            yield PlannedTensor(f"{name}.suh", "F16", (k,), where.suh)
-            yield PlannedTensor(f"{name}.svh", "F16", (n,), where.svh)
+            yield _planned(f"{name}.suh", k, where.suh)
+            yield _planned(f"{name}.svh", n, where.svh)
             if marker.multiplier is not None:
                 yield of_array(f"{name}.{marker.marker}", np.array(marker.multiplier, np.uint32).view(np.int32))
             if projection in source.biased:
-                yield PlannedTensor(f"{name}.bias", "F16", (n,), where.bias)
+                yield _planned(f"{name}.bias", n, where.bias)
 
 
 def _codes(
@@ -71,39 +73,53 @@ def _codes(
     return PlannedTensor(f"{name}.trellis", "I16", shape, chunks)
 
 
+def _planned(name: str, channels: int, read: Callable[[], _Half]) -> PlannedTensor:
+    def chunks() -> Chunks:
+        yield np.ascontiguousarray(read(), dtype="<f2").view(np.uint8)
+
+    return PlannedTensor(name, "F16", (channels,), chunks)
+
+
 @dataclass(frozen=True)
-class _Linear:
-    """Where a layer keeps the vectors of one linear."""
+class LinearVectors:
+    """Where a layer keeps the vectors of one linear.
+
+    Attributes:
+        source: the layer.
+        read: gives its arrays.
+        expert: index.
+        projection: which of the expert's linears.
+    """
 
     source: TrellisSource
     read: Callable[[], TrellisWeights]
     expert: int
     projection: Projection
 
-    def suh(self) -> Chunks:
+    def suh(self) -> _Half:
+        """`[k] float16`: the input scale."""
         weights, source = self.read(), self.source
         if self.projection is Projection.DOWN:
-            yield _bytes(self._between(weights))
-        else:
-            rows = weights.input_scales if source.shared_input_scales else weights.input_scales[self.expert]
-            yield _bytes(rows[0 if len(rows) == 1 else source.geometry.projections.index(self.projection)])
+            return self._between(weights)
+        rows = weights.input_scales if source.shared_input_scales else weights.input_scales[self.expert]
+        vector: _Half = rows[0 if len(rows) == 1 else source.geometry.projections.index(self.projection)]
+        return vector
 
-    def svh(self) -> Chunks:
+    def svh(self) -> _Half:
+        """`[n] float16`: the output scale."""
         weights = self.read()
-        if self.projection is Projection.DOWN:
-            outputs = weights.output_scales
-            yield _bytes(outputs if self.source.shared_output_scales else outputs[self.expert])
-        else:
-            yield _bytes(self._between(weights))
+        if self.projection is not Projection.DOWN:
+            return self._between(weights)
+        outputs = weights.output_scales
+        vector: _Half = outputs if self.source.shared_output_scales else outputs[self.expert]
+        return vector
 
-    def bias(self) -> Chunks:
-        yield _bytes(self.read().biases[self.projection][self.expert])
+    def bias(self) -> _Half:
+        """`[n] float16`: the bias; only of a projection that has one."""
+        vector: _Half = self.read().biases[self.projection][self.expert]
+        return vector
 
-    def _between(self, weights: TrellisWeights) -> npt.NDArray[np.float16]:
+    def _between(self, weights: TrellisWeights) -> _Half:
         index = self.source.geometry.projections.index(self.projection)
-        scales: npt.NDArray[np.float16] = weights.intermediate_scales[self.expert, index]
+        scales: _Half = weights.intermediate_scales[self.expert, index]
         return scales
-
-
-def _bytes(vector: npt.NDArray[np.float16]) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(vector, dtype="<f2").view(np.uint8)
