@@ -26,13 +26,15 @@ class Outcome:
     err: str
 
 
+_PATHS = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # before a test leaves its folder
+
+
 def run_process(*arguments: object, env: Mapping[str, str] | None = None, shell: str = "") -> Outcome:
     """Run `python -m trellis_moe`; `shell` is what a shell would be given after the arguments."""
     words = [sys.executable, "-m", "trellis_moe", *map(str, arguments)]
     if shell:
         words = ["bash", "-c", f'"$@" {shell}', "bash", *words]
-    paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # the test may have left its folder
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(env or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _PATHS, **(env or {})}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
