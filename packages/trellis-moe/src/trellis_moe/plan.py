@@ -141,18 +141,7 @@ def plan_execution(
         MoeValueError: if the law's gate does not fit the experts, or the device is neither cpu nor cuda.
     """
     routing = RoutingSpec() if routing is None else routing
-    for name, value, kind in (
-        ("weights", weights, WeightPlan), ("activation", activation, ActivationSpec),
-        ("capacity", capacity, ExecutionCapacity), ("routing", routing, RoutingSpec),
-    ):  # fmt: skip
-        check_type(name, value, kind)
-    geometry = weights.source.geometry
-    if activation.nonlinearity.gated != geometry.gated:
-        having = "have a gate" if geometry.gated else "have no gate"
-        raise MoeValueError(
-            f"activation {activation.nonlinearity.kind} takes {'a' if activation.nonlinearity.gated else 'no'} gate, "
-            f"the experts {having}"
-        )
+    _check_declarations(weights, activation, capacity, routing)
     device_type = _device_type(device)
     if device_type == "cuda":
         key = _few_tokens_key(weights, activation, routing, capacity, limits or device_limits(device))
@@ -174,10 +163,27 @@ def plan_execution(
         routing=routing,
         capacity=capacity,
         device_type=device_type,
-        block_rows=_block_rows(capacity, geometry.num_experts),
+        block_rows=_block_rows(capacity, weights.source.geometry.num_experts),
         backends=tuple((op, backend_for(op, torch.device(device_type))) for op in OPS),
         scratch=op_by_op_scratch(weights, capacity),
     )
+
+
+def _check_declarations(
+    weights: WeightPlan, activation: ActivationSpec, capacity: ExecutionCapacity, routing: RoutingSpec
+) -> None:
+    for name, value, kind in (
+        ("weights", weights, WeightPlan), ("activation", activation, ActivationSpec),
+        ("capacity", capacity, ExecutionCapacity), ("routing", routing, RoutingSpec),
+    ):  # fmt: skip
+        check_type(name, value, kind)
+    geometry = weights.source.geometry
+    if activation.nonlinearity.gated != geometry.gated:
+        having = "have a gate" if geometry.gated else "have no gate"
+        raise MoeValueError(
+            f"activation {activation.nonlinearity.kind} takes {'a' if activation.nonlinearity.gated else 'no'} gate, "
+            f"the experts {having}"
+        )
 
 
 def _few_tokens_key(
