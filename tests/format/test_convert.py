@@ -14,7 +14,8 @@ import pytest
 from exl3_files import MARKERS, random_layer, write_checkpoint, write_json
 from trellis_format.checkpoint import open_checkpoint
 from trellis_format.convert import ASSUMED_BYTES_PER_SECOND, ConvertPlan, convert, parse_layers, plan_conversion
-from trellis_format.convert_source import CONTAINERS, open_source
+from trellis_format.convert_source import open_source
+from trellis_format.detect import CONTAINERS
 from trellis_format.errors import FormatError, FormatUnsupportedError, FormatValueError
 from trellis_format.inspect import inspect_checkpoint
 from trellis_format.rates import Rate

@@ -13,7 +13,8 @@ import pytest
 from exl3_files import expert_name, random_layer, write_checkpoint, write_json, write_shard
 from trellis_format.convert import convert
 from trellis_format.convert_names import NAMES_FILE
-from trellis_format.convert_source import CONTAINERS, container_of, open_source
+from trellis_format.convert_source import open_source
+from trellis_format.detect import CONTAINERS, container_of
 from trellis_format.errors import FormatError, FormatNotFoundError, FormatUnsupportedError, FormatValueError
 from trellis_format.slots import read_linear
 

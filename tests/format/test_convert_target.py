@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from exl3_files import random_layer, write_checkpoint
-from trellis_format.convert_source import CONTAINERS, container_of, open_source
+from trellis_format.convert_source import open_source
 from trellis_format.convert_target import TARGETS
+from trellis_format.detect import CONTAINERS, container_of
 from trellis_format.files.header import read_header
 from trellis_format.writer import OutputDirectory
 

@@ -15,6 +15,7 @@ from trellis_kernels import arguments
 
 SOURCE = Path(trellis_kernels.__file__).parent
 RULES = {
+    "check_table": ("cpu/decode.py", "cute/keys.py"),
     "check_rotate_input": ("cpu/rotate.py", "cute/rotate.py"),
     "check_rotate_output": ("cpu/rotate.py", "cute/rotate.py"),
     "check_activate": ("cpu/activate.py", "cute/activate.py"),

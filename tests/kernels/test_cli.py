@@ -79,6 +79,18 @@ def test_clean_table_passes(outcome, capsys: pytest.CaptureFixture[str]) -> None
     assert last == "1 kernels, 0 failed, 0 spilled"
 
 
+def test_costs_are_held_to_a_table(outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table, selected = tmp_path / "costs.json", ("--match", "mcg K=4 float16")
+    outcome(registers=33)
+    assert run(*selected, "--table", str(table)) == 1
+    assert "not a table of kernel costs" in capsys.readouterr().err
+    assert run(*selected, "--table", str(table), "--write-table") == 0
+    assert run(*selected, "--table", str(table)) == 0
+    outcome(registers=34)
+    assert run(*selected, "--table", str(table)) == 1
+    assert "decode sm_90a mcg K=4 float16: registers 33 -> 34" in capsys.readouterr().err
+
+
 def test_an_exception_becomes_the_error_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(key: DecodeKey) -> bytes:
         raise RuntimeError(f"no {key.codebook} today")

@@ -15,7 +15,7 @@ from trellis_format.extent import TrellisExtent
 from trellis_format.rate_table import RateTable
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource
 from trellis_kernels import BLOCK_ROWS, OPS
-from trellis_kernels.layers import DeviceLimits, MoeSmallKey, Tiling, scratch_nbytes
+from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, Tiling, scratch_nbytes
 from trellis_moe import (
     ActivationSpec,
     ExecutionCapacity,
@@ -33,7 +33,7 @@ from trellis_prep import PrepValueError, even_extents
 
 NAMES = (
     *(Activation, ActivationSpec, CodeLayout, ExecutionCapacity, ExecutionPlan, ExpertGeometry, Projection, RateTable),
-    *(MoeSmallKey, RoutingSpec, ScratchBuffer, Tiling, TrellisExtent, TrellisSource, WeightPlan),
+    *(MoeSmallKey, PrefillPlan, RoutingSpec, ScratchBuffer, Tiling, TrellisExtent, TrellisSource, WeightPlan),
 )
 """What a repr of a plan is made of."""
 
@@ -194,9 +194,9 @@ def test_an_empty_share_is_planned_as_such(layer: Layer) -> None:
 HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
 
 
-def test_few_tokens_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
+def test_fused_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
     plan = plan_execution(plan_weights(layer.source), **declarations(), device="cuda", limits=HOPPER)
-    key = plan.few_tokens
+    key = plan.fused
     assert key is not None
     assert plan.backends == (("moe_small", "cute"),)
     assert (key.hidden, key.padded_hidden, key.width) == (200, 256, 384)
@@ -212,21 +212,47 @@ def test_few_tokens_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
 def test_dtypes_of_routes_reach_the_key(layer: Layer) -> None:
     routing = RoutingSpec(id_dtype="int32", weight_dtype="bfloat16")
     plan = plan_execution(plan_weights(layer.source), **declarations(routing=routing), device="cuda", limits=HOPPER)
-    assert plan.few_tokens is not None
-    assert (plan.few_tokens.id_bytes, plan.few_tokens.weight_dtype) == (4, "bfloat16")
+    assert plan.fused is not None
+    assert (plan.fused.id_bytes, plan.fused.weight_dtype) == (4, "bfloat16")
 
 
-@pytest.mark.parametrize(("tokens", "fused"), [(1, True), (26, True), (27, False), (5000, False)])
-def test_many_routes_of_an_expert_leave_the_fused_path(layer: Layer, tokens: int, fused: bool) -> None:
-    experts = layer.source.geometry.num_experts
-    assert experts == 5
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(1, MoeSmallKey), (26, MoeSmallKey), (27, PrefillPlan), (5000, PrefillPlan)]
+)
+def test_many_routes_of_an_expert_take_the_path_of_many_tokens(layer: Layer, tokens: int, kind: type) -> None:
+    assert layer.source.geometry.num_experts == 5
     capacity = ExecutionCapacity(max_tokens=tokens, top_k=3)
     plan = plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=HOPPER)
-    assert (plan.few_tokens is not None) == fused
-    assert fused or [op for op, _ in plan.backends] == list(OPS)
+    assert type(plan.fused) is kind
+    assert [backend for _, backend in plan.backends] == ["cute"]
+    assert eval(repr(plan), {kind.__name__: kind for kind in NAMES}) == plan
+
+
+def test_a_bound_cuts_the_scratch_of_many_tokens(layer: Layer) -> None:
+    def needed(bound: int | None) -> int:
+        capacity = ExecutionCapacity(max_tokens=5000, top_k=3, scratch_bound=bound)
+        plan = plan_execution(
+            plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=HOPPER
+        )
+        assert isinstance(plan.fused, PrefillPlan)
+        return plan.fused.scratch_nbytes
+
+    free = needed(None)
+    bound = free // 2
+    assert needed(bound) <= bound < free
+    with pytest.raises(MoeValueError, match="scratch_bound"):
+        ExecutionCapacity(max_tokens=1, top_k=1, scratch_bound=0)
+
+
+def test_another_architecture_runs_many_tokens_op_by_op(layer: Layer) -> None:
+    capacity = ExecutionCapacity(max_tokens=5000, top_k=3)
+    ampere = DeviceLimits(arch="sm_80", multiprocessors=108)
+    plan = plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=ampere)
+    assert plan.fused is None
+    assert [op for op, _ in plan.backends] == list(OPS)
 
 
 def test_a_gpu_that_is_not_known_runs_op_by_op(layer: Layer) -> None:
-    assert make_plan(layer).few_tokens is None
+    assert make_plan(layer).fused is None
     if not torch.cuda.is_available():
-        assert make_plan(layer, device="cuda").few_tokens is None
+        assert make_plan(layer, device="cuda").fused is None

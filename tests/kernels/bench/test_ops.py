@@ -32,22 +32,24 @@ def test_table_and_json_have_every_row(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     monkeypatch.setattr(ops, "_check_decode", lambda: None)
-    for name in ("copy", "rotate", "pack", "reduce"):
-        monkeypatch.setattr(ops, f"_{name}_rows", rows(name))
-    monkeypatch.setattr(ops, "_decode_rows", rows("decode", 3_000_000_000))
+    groups = {name: rows(name) for name in ("rotate", "pack", "reduce")} | {"decode": rows("decode", 3_000_000_000)}
+    monkeypatch.setattr(ops, "_GROUPS", groups)
+    monkeypatch.setattr(ops, "_copy_rows", rows("copy"))
     assert ops.main(["--json", str(tmp_path / "rows.json")]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("a device, torch ")
     assert printed[0].endswith("copy 2.00 TB/s")
-    assert [line.split()[0] for line in printed[1:]] == ["copy", "decode", "rotate", "pack", "reduce"]
+    assert [line.split()[0] for line in printed[1:]] == ["copy", "rotate", "pack", "reduce", "decode"]
     assert all("100.0% of copy" in line for line in printed[1:])
-    assert printed[2].endswith("6.00 T weights/s")
+    assert printed[-1].endswith("6.00 T weights/s")
+    assert ops.main(["--group", "pack"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["copy", "pack"]
     assert [row["op"] for row in json.loads((tmp_path / "rows.json").read_text())] == [
         "copy",
-        "decode",
         "rotate",
         "pack",
         "reduce",
+        "decode",
     ]
 
 

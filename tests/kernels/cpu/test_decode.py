@@ -56,6 +56,14 @@ def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch, chunk: int)
     np.testing.assert_array_equal(out.numpy(), decode_inner(codes, get_codebook("mul1"), K3))
 
 
+@pytest.mark.parametrize("table", ["auto", "compact", "full"])
+def test_the_form_of_a_table_changes_no_bit(table: str) -> None:
+    codes = random_codes(1, 7, rate=Rate.of(2))
+    out = poisoned(16, 112, dtype=torch.float16)
+    decode(torch.from_numpy(codes), codebook="lut_e4m3", rate=Rate.of(2), table=table, out=out)
+    np.testing.assert_array_equal(out.numpy(), decode_inner(codes, get_codebook("lut_e4m3"), Rate.of(2)))
+
+
 def test_no_tiles_are_no_work() -> None:
     out = poisoned(0, 64)
     assert decode(torch.zeros(0, 4, 48, dtype=torch.int16), codebook="mcg", rate=K3, out=out) is out
@@ -72,6 +80,8 @@ def test_no_tiles_are_no_work() -> None:
         ({"out": torch.zeros(32, 16)}, KernelValueError, r"out must be \[16, 32\].*got \[32, 16\]"),
         ({"out": torch.zeros(32, 16).T}, KernelValueError, "contiguous"),
         ({"codebook": "hyb"}, FormatValueError, "hyb"),
+        ({"table": "large"}, KernelValueError, "table 'large' is not one of compact, full"),
+        ({"table": "full"}, KernelValueError, "mul1 at K = 3 has no full table; lut_e4m3 has one at K = 2"),
         ({"rate": Rate.of(2.5), "codebook": "mcg"}, FormatValueError, "mul1"),
     ],
 )

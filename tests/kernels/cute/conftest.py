@@ -78,7 +78,34 @@ class NumpyWarp:
     def f16x2_to_f32(self, pair: Lanes) -> list[Lanes]:
         return list(np.ascontiguousarray(halves(pair).astype(np.float32).view(np.uint32).T))
 
+    def reverse_bits(self, value: Lanes) -> Lanes:
+        return np.array([int(f"{word:032b}"[::-1], 2) for word in value.tolist()], np.uint32)
+
+    def float_bits(self, value: Lanes) -> Lanes:
+        return value.astype(np.float32).view(np.uint32)
+
+    def evaluate_line(self, segment: Lanes, end_bits: Lanes, start_bits: Lanes) -> Lanes:
+        base, slope = halves(segment).astype(np.float64).T
+        place = (end_bits.view(np.float32).astype(np.float64) - start_bits.view(np.float32) - 1.0) / 2.0
+        return (slope * place + base).astype(np.float32).view(np.uint32)
+
+    def f32_to_f16x2(self, low_bits: Lanes, high_bits: Lanes) -> Lanes:
+        pair = np.stack([low_bits.view(np.float32), high_bits.view(np.float32)], axis=-1).astype(np.float16)
+        return pair.view(np.uint32)[..., 0]
+
     # memory
+    def load_shared_half(self, base: int, offset: Lanes) -> Lanes:
+        check_aligned(offset, 2)
+        words = gather(self.shared, base - SHARED_BASE + (offset // 4 * 4).astype(np.int64), 1)[:, 0]
+        return words >> (8 * (offset % 4)) & np.uint32(0xFFFF)
+
+    def load_shared_byte(self, base: int, offset: Lanes) -> Lanes:
+        return self.shared[base - SHARED_BASE + offset.astype(np.int64)].astype(np.uint32)
+
+    def load_shared_word(self, base: int, offset: Lanes) -> Lanes:
+        check_aligned(offset, 4)
+        return gather(self.shared, base - SHARED_BASE + offset.astype(np.int64), 1)[:, 0]
+
     def load_global_word(self, address: Addresses) -> Lanes:
         check_aligned(address, 4)
         return gather(self.codes, address - CODES_BASE, 1)[:, 0]
@@ -153,6 +180,30 @@ def check_banks(address: Addresses, words: int) -> None:
     assert np.unique(banks).size == banks.size, f"bank conflict at {address}"
 
 
+def table_words(codebook: str, form: str) -> Lanes:
+    """The table of a codebook, or no words."""
+    from trellis_kernels.cute.table_codebooks import table_codebook
+
+    tabled = table_codebook(codebook, form)
+    return np.zeros(0, np.uint32) if tabled is None else tabled.words
+
+
+@pytest.fixture
+def numpy_table(monkeypatch: pytest.MonkeyPatch):
+    """`(codebook, form)` to its device side in numpy and the address of its table in a warp's shared memory."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from trellis_kernels.cute import table_codebooks
+
+    def place(codebook: str, form: str):
+        nothing, words = np.zeros(0, np.uint8), table_words(codebook, form)
+        warp = NumpyWarp(nothing, nothing, words.nbytes)
+        warp.shared[:] = words.view(np.uint8)
+        monkeypatch.setattr(table_codebooks, "primitives", warp)
+        return table_codebooks.table_codebook(codebook, form), SHARED_BASE
+
+    return place
+
+
 @pytest.fixture
 def numpy_warp() -> NumpyWarp:
     """Register functions in numpy, for arrays of any length."""
@@ -164,21 +215,24 @@ def numpy_warp() -> NumpyWarp:
 def run_decode(monkeypatch: pytest.MonkeyPatch):
     """The decode kernel's strips in numpy: `(codes, rate, codebook, out dtype, has_stmatrix)` to the output's bytes."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    from trellis_kernels.cute import codebooks, decode
+    from trellis_kernels.cute import codebooks, decode, table_codebooks
     from trellis_kernels.cute.keys import VALUE_BYTES
 
-    def run(codes, rate, codebook, out_dtype, has_stmatrix):
+    def run(codes, rate, codebook, out_dtype, has_stmatrix, form="compact"):
         k_tiles, n_tiles, _ = codes.shape
         row_bytes = 256 * n_tiles * VALUE_BYTES[out_dtype]
         out = np.full(k_tiles * row_bytes, 0xA5, np.uint8)
-        warp = NumpyWarp(np.ascontiguousarray(codes).view(np.uint8).reshape(-1), out, 4 * decode._STRIP_BYTES)
-        for module in (decode, codebooks):
+        staging = 4 * decode._STRIP_BYTES
+        table = table_words(codebook, form).view(np.uint8)
+        warp = NumpyWarp(np.ascontiguousarray(codes).view(np.uint8).reshape(-1), out, staging + table.size)
+        for module in (decode, codebooks, table_codebooks):
             monkeypatch.setattr(module, "primitives", warp)
         monkeypatch.setattr(decode, "cutlass", SimpleNamespace(min=np.minimum))
         for name, convert in (("Int64", np.int64), ("Uint32", u32), ("Boolean", np.asarray)):
             monkeypatch.setattr(decode, name, convert)
         for row, first in itertools.product(range(k_tiles), range(0, n_tiles, decode._STRIP)):
             warp.shared[:] = 0xA5
+            warp.shared[staging:] = table
             decode._decode_strip(
                 CODES_BASE + row * n_tiles * rate.tile_bytes,
                 OUT_BASE + row * row_bytes,
@@ -190,6 +244,8 @@ def run_decode(monkeypatch: pytest.MonkeyPatch):
                 codebook,
                 out_dtype,
                 has_stmatrix,
+                SHARED_BASE + staging,
+                form,
             )
         return out
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from trellis_format.files.arrays import MemoryArray
 from trellis_format.reference import moe_forward
 from trellis_format.source import TrellisWeights
@@ -83,9 +82,7 @@ def expected(experts: PreparedExperts, routes: Routes) -> torch.Tensor:
         output_scales=experts.output_scales[0 if source.shared_output_scales else slice(None)].numpy(),
         biases={projection: bias.numpy() for projection, bias in experts.biases.items()},
     )
-    y = moe_forward(
-        source, weights, routes.x.double().numpy(), routes.ids.numpy(), routes.weights.double().numpy()
-    )
+    y = moe_forward(source, weights, routes.x.double().numpy(), routes.ids.numpy(), routes.weights.double().numpy())
     return torch.from_numpy(np.asarray(y))
 
 
@@ -94,7 +91,9 @@ def to_device(experts: PreparedExperts) -> PreparedExperts:
     return PreparedExperts.of(experts.layout, {name: tensor.cuda() for name, tensor in experts.tensors.items()})
 
 
-def make_key(experts: PreparedExperts, routes: Routes, *, out_dtype: torch.dtype = torch.float32, **changes: Any) -> MoeSmallKey:
+def make_key(
+    experts: PreparedExperts, routes: Routes, *, out_dtype: torch.dtype = torch.float32, **changes: Any
+) -> MoeSmallKey:
     """The planned key for these routes, some fields changed."""
     key = plan_moe_small(
         experts.source,
@@ -114,10 +113,11 @@ class Launch:
     """One layer on the GPU with its poisoned scratch and output."""
 
     def __init__(self, experts: PreparedExperts, key: MoeSmallKey, max_tokens: int) -> None:
-        from trellis_kernels.cute.moe_small import moe_small
+        from trellis_kernels.cute.moe_small import MoeSmall
 
-        self.function, self.experts, self.key, self.max_tokens = moe_small, to_device(experts), key, max_tokens
+        self.experts, self.key = to_device(experts), key
         self.scratch = torch.empty(scratch_nbytes(key, max_tokens), dtype=torch.uint8, device="cuda")
+        self.function = MoeSmall(self.experts, key=key, max_tokens=max_tokens, scratch=self.scratch)
 
     def __call__(self, routes: Routes) -> torch.Tensor:
         """The result on the host."""
@@ -130,10 +130,7 @@ class Launch:
 
     def launch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """On device tensors."""
-        self.function(
-            x, self.experts, ids, weights,
-            key=self.key, max_tokens=self.max_tokens, scratch=self.scratch, out=out, factor=self.experts.source.up_divisor,
-        )  # fmt: skip
+        self.function(x, ids, weights, out, factor=self.experts.source.up_divisor)
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:

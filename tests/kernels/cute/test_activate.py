@@ -64,7 +64,7 @@ def test_gpu_output_may_be_up() -> None:
 @pytest.mark.gpu
 def test_gpu_refuses_what_it_cannot_read() -> None:
     up = torch.zeros(4, 64, device="cuda")
-    with pytest.raises(KernelValueError, match="up must be contiguous"):
+    with pytest.raises(KernelValueError, match="gate must be contiguous"):
         activate(up[:, :32], up[:, :32], activation=Activation("silu"), out=up[:, :32].contiguous())
     flat = torch.zeros(65, device="cuda")[1:].view(1, 64)
     with pytest.raises(KernelValueError, match="up must start at a multiple of 16 bytes, got 4"):

@@ -158,6 +158,13 @@ def test_a_second_process_compiles_nothing(real_cache: ObjectCache, monkeypatch:
     assert again is not first
 
 
+def test_processes_fill_the_cache_that_this_one_reads(real_cache: ObjectCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_build", lambda key: pytest.fail("compiled here"))
+    compiler.precompile([KEY, OTHER], jobs=2)
+    assert real_cache.info().kernels == 2
+    assert compiler._compiled.keys() == {KEY, OTHER}
+
+
 def test_a_kernel_that_cannot_be_kept_still_comes(real_cache: ObjectCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_build", lambda key: FakeKernel)  # has no object to write
     with pytest.warns(RuntimeWarning, match="is not kept in"):

@@ -11,13 +11,13 @@ from trellis_format.errors import FormatValueError
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import codebooks
-from trellis_kernels.cute.registry import WITHOUT_DEVICE_DECODE
+from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 from trellis_kernels.errors import KernelUnsupportedError
 
 
-def test_every_codebook_has_a_device_side_or_a_reason_for_having_none() -> None:
-    assert set(codebooks.DEVICE_CODEBOOKS) == set(CODEBOOKS) - set(WITHOUT_DEVICE_DECODE)
-    assert set(WITHOUT_DEVICE_DECODE) <= set(CODEBOOKS)
+def test_every_codebook_has_one_device_side() -> None:
+    assert set(codebooks.DEVICE_CODEBOOKS) | set(TABLE_CODEBOOKS) == set(CODEBOOKS)
+    assert not set(codebooks.DEVICE_CODEBOOKS) & set(TABLE_CODEBOOKS)
     assert all(codebooks.get_device_codebook(name).name == name for name in codebooks.DEVICE_CODEBOOKS)
 
 
@@ -26,9 +26,9 @@ def test_unknown_codebook_is_refused() -> None:
         codebooks.get_device_codebook("hyb")
 
 
-@pytest.mark.parametrize("name", WITHOUT_DEVICE_DECODE)
-def test_codebooks_without_a_device_side_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(KernelUnsupportedError, match=f"{name}.*{WITHOUT_DEVICE_DECODE[name]}"):
+@pytest.mark.parametrize("name", TABLE_CODEBOOKS)
+def test_codebooks_with_a_table_are_refused_where_none_is_set_aside(name: str) -> None:
+    with pytest.raises(KernelUnsupportedError, match=f"{name} needs a table.*mul1"):
         codebooks.get_device_codebook(name)
 
 

@@ -97,6 +97,19 @@ def test_precompile_loads_only_what_this_device_runs(builds: list[DecodeKey], mo
     assert compiler._compiled.keys() == {KEY, foreign, OTHER}
 
 
+def test_precompile_compiles_each_key_once_and_tells_how_far_it_is(builds: list[DecodeKey]) -> None:
+    seen: list[tuple[int, int]] = []
+    compiler.precompile([KEY, OTHER, KEY], progress=lambda done, total: seen.append((done, total)))
+    assert builds == [KEY, OTHER]
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_processes_without_a_cache_leave_the_work_here(builds: list[DecodeKey], monkeypatch) -> None:
+    monkeypatch.setattr(compiler, "_cache", lambda: None)
+    compiler.precompile([KEY, OTHER], jobs=2)
+    assert builds == [KEY, OTHER]
+
+
 def test_missing_dsl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass.cute")

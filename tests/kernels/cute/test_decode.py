@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,10 @@ from trellis_format.errors import FormatValueError
 from trellis_format.rates import Rate
 from trellis_format.ring import unpack_states
 from trellis_format.tiles import decode_inner
+from trellis_kernels.arguments import FULL_TABLE_CODEBOOK, FULL_TABLE_RATE
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.keys import VALUE_BYTES
-from trellis_kernels.cute.registry import WITHOUT_DEVICE_DECODE, decode_keys
+from trellis_kernels.cute.registry import decode_keys
 from trellis_kernels.errors import ColdKernelError, KernelTypeError, KernelValueError
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -21,11 +24,11 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.decode import decode
 from trellis_kernels.cute.resources import read_resources
+from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS, table_codebook
 
 PAIRS = [
     pytest.param(name, rate, id=f"{name}-{rate}")
     for name, codebook in CODEBOOKS.items()
-    if name not in WITHOUT_DEVICE_DECODE
     for rate in codebook.legal_rates
 ]
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,6 +60,13 @@ def test_lanes_in_numpy_give_the_law(run_decode, codebook: str, rate: Rate, has_
 
 
 @pytest.mark.parametrize("dtype", VALUE_BYTES)
+def test_lanes_in_numpy_give_the_law_with_a_full_table(run_decode, dtype: str) -> None:
+    codes = random_codes(2, 7, rate=FULL_TABLE_RATE)
+    found = run_decode(codes, FULL_TABLE_RATE, FULL_TABLE_CODEBOOK, dtype, True, "full")
+    np.testing.assert_array_equal(found, as_bits(expected(codes, FULL_TABLE_CODEBOOK, FULL_TABLE_RATE, dtype)))
+
+
+@pytest.mark.parametrize("dtype", VALUE_BYTES)
 @pytest.mark.parametrize("n_tiles", [1, 2, 3, 4, 5, 17])
 def test_lanes_in_numpy_write_every_dtype_and_ragged_row(run_decode, dtype: str, n_tiles: int) -> None:
     rate = Rate.of(2.5)
@@ -66,16 +76,20 @@ def test_lanes_in_numpy_write_every_dtype_and_ragged_row(run_decode, dtype: str,
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("codebook", sorted(set(CODEBOOKS) - set(WITHOUT_DEVICE_DECODE)))
+@pytest.mark.parametrize("codebook", CODEBOOKS)
 def test_binary_stays_in_registers(arch: str, codebook: str) -> None:
-    keys = [key for key in decode_keys(arch) if key.codebook == codebook and key.half_bits in (6, 7, 14)]
-    assert len({key.half_bits for key in keys}) == (3 if codebook == "mul1" else 2)
+    has_table = codebook in TABLE_CODEBOOKS
+    rates = (4, 10) if has_table else (6, 7, 14)
+    keys = [key for key in decode_keys(arch) if key.codebook == codebook and key.half_bits in rates]
+    assert keys
     for key in keys:
         (cost,) = read_resources(compiler.build_cubin(key))
+        table_bytes = 0 if key.table == "full" or not has_table else table_codebook(codebook, key.table).words.nbytes
         assert cost.stack_bytes == 0
-        # 128 threads of at most 42 registers leave room for 12 blocks, three quarters of an SM's warps
-        assert 16 < cost.registers <= 42
-        assert 8192 <= cost.shared_bytes <= 9216
+        # 128 threads of at most 42 registers leave room for 12 blocks, three quarters of an SM's warps; with a table 96
+        # leave room for five
+        assert 16 < cost.registers <= (96 if has_table else 42)
+        assert 8192 <= cost.shared_bytes - table_bytes <= 9216
 
 
 def test_tensors_off_the_device_are_refused() -> None:
@@ -98,6 +112,54 @@ def test_gpu_gives_the_law_for_all_states(codebook: str, rate: Rate, dtype: str)
     out = poisoned(61 * 16, 137 * 16, dtype=TORCH_DTYPES[dtype])
     assert decode(torch.from_numpy(codes).cuda(), codebook=codebook, rate=rate, out=out) is out
     np.testing.assert_array_equal(as_bits(out), as_bits(expected(codes, codebook, rate, dtype)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", VALUE_BYTES)
+@pytest.mark.parametrize("shape", [(61, 137), (1, 1), (3000, 3), (2, 9000)])
+def test_gpu_full_table_gives_the_compact_ones_bits(shape: tuple[int, int], dtype: str) -> None:
+    codes = torch.from_numpy(random_codes(*shape, rate=FULL_TABLE_RATE)).cuda()
+    found = {}
+    for table in ("auto", "compact", "full"):
+        out = poisoned(shape[0] * 16, shape[1] * 16, dtype=TORCH_DTYPES[dtype])
+        found[table] = decode(codes, codebook=FULL_TABLE_CODEBOOK, rate=FULL_TABLE_RATE, table=table, out=out)
+    wanted = expected(codes.cpu().numpy(), FULL_TABLE_CODEBOOK, FULL_TABLE_RATE, dtype)
+    np.testing.assert_array_equal(as_bits(found["full"]), as_bits(wanted))
+    assert all(torch.equal(found["full"], found[table]) for table in ("auto", "compact"))
+
+
+@pytest.mark.gpu
+def test_gpu_full_table_replays_after_its_caller_forgot_it() -> None:
+    codes = torch.from_numpy(random_codes(3, 5, rate=FULL_TABLE_RATE)).cuda()
+    out = poisoned(48, 80, dtype=torch.float16)
+    call = {"codebook": FULL_TABLE_CODEBOOK, "rate": FULL_TABLE_RATE, "table": "full", "out": out}
+    decode(codes, **call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(codes, **call)
+    del call
+    torch.cuda.empty_cache()
+    hoard = [torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    out.fill_(float("nan"))
+    graph.replay()
+    wanted = expected(codes.cpu().numpy(), FULL_TABLE_CODEBOOK, FULL_TABLE_RATE, "float16")
+    np.testing.assert_array_equal(as_bits(out), as_bits(wanted))
+    assert len(hoard) == 64
+
+
+@pytest.mark.gpu
+def test_gpu_full_table_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SimpleNamespace(shared_memory_per_block_optin=65536, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    codes = torch.zeros(1, 1, 32, dtype=torch.int16, device="cuda")
+    with pytest.raises(KernelValueError, match=r"takes 74752 bytes .* has 65536; take compact"):
+        decode(
+            codes,
+            codebook=FULL_TABLE_CODEBOOK,
+            rate=FULL_TABLE_RATE,
+            table="full",
+            out=poisoned(16, 16, dtype=torch.float16),
+        )
 
 
 @pytest.mark.gpu

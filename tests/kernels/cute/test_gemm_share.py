@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from trellis_format.rates import ALL_RATES, STATE_BITS, Rate
+from trellis_format.rates import ALL_RATES, Rate
 from trellis_format.ring import unpack_states
-from trellis_kernels.cute.gemm_share import cover_cuts, cut_in_turn, share_of
+from trellis_kernels.cute.gemm_share import cover_windows, cut_in_turn, share_of, shift_counts
 from trellis_kernels.cute.window import plan_cuts, shift_count
 
 LANES = np.arange(32)
 GROUPS, QUARTERS = LANES // 4, LANES % 4
 
 
+@pytest.mark.parametrize("cost", [0.1, 0.4, 1.0])
 @pytest.mark.parametrize("rate", ALL_RATES, ids=str)
-def test_lanes_cut_every_state_of_a_strip(rate: Rate, numpy_warp) -> None:
-    share = share_of(rate)
+def test_lanes_cut_every_state_of_a_strip(rate: Rate, cost: float, numpy_warp) -> None:
+    share = share_of(rate, cost)
     tiles = np.random.default_rng(rate.half_bits).integers(-(2**15), 2**15, (4, rate.tile_words16), dtype=np.int16)
     words = np.ascontiguousarray(tiles).view(np.uint32)
     strip = words.reshape(-1)
@@ -25,9 +25,12 @@ def test_lanes_cut_every_state_of_a_strip(rate: Rate, numpy_warp) -> None:
         first = GROUPS * share.words + piece * rate.tile_words32
         own = [strip[first + index] for index in range(share.words)]
         before = LANES ^ 4 if share.is_wide else (LANES - 4) % 32
-        backwards = [*reversed(own), own[-1][before]]
         found = cut_in_turn(
-            backwards, share.cuts, funnel_right=numpy_warp.funnel_right, permute=numpy_warp.permute_bytes
+            [*reversed(own), own[-1][before]],
+            share.windows,
+            funnel_right=numpy_warp.funnel_right,
+            multiply=lambda word, factor: word * np.uint32(factor),
+            permute=numpy_warp.permute_bytes,
         )
         for place, twice in enumerate(found):
             index, position = divmod(place, 32)
@@ -53,12 +56,13 @@ def test_columns_cover_the_strip_once(rate: Rate) -> None:
 @pytest.mark.parametrize("rate", ALL_RATES, ids=str)
 def test_cover_takes_no_more_shifts_than_the_plan_of_single_registers(rate: Rate) -> None:
     lags = tuple(int(lag) for lag in rate.ends()[127] - rate.ends()[:128])
-    assert shift_count(cover_cuts(lags)) <= shift_count(plan_cuts(lags))
-    assert all(0 <= cut.low and cut.low % 8 == cut.high % 8 for cut in cover_cuts(lags))
+    assert shift_counts(cover_windows(lags))[0] <= shift_count(plan_cuts(lags))
 
 
 def test_three_bits_take_three_shifts_for_five_windows() -> None:
-    # seven of eight windows are off a byte, and a shifted word holds one and a half of them
-    assert shift_count(share_of(Rate.of(3)).cuts) == 77
-    assert len(share_of(Rate.of(3)).cuts) == 128
-    assert STATE_BITS == 16
+    # seven of eight windows are off a byte; a shifted word holds one and a half of them
+    assert shift_counts(share_of(Rate.of(3)).windows) == (77, 0)
+    # where multiplications are cheap, one of three shifts becomes one, and a few more words are made in all
+    shifts, products = shift_counts(share_of(Rate.of(3), 0.4).windows)
+    assert shifts < 60
+    assert 77 <= shifts + products <= 86

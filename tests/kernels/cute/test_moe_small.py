@@ -6,16 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from data_set import MoeCase, pytest_generate_tests  # noqa: F401
-from kernels.cute.moe_samples import Launch, Routes, error, expected, make_experts, make_key, make_routes, routes_of_counts
 from trellis_format.activations import Activation
-from trellis_format.codebooks import CODEBOOKS
 from trellis_format.checkpoint import open_checkpoint
+from trellis_format.codebooks import CODEBOOKS
 from trellis_format.exl3 import trellis_from_exl3
 from trellis_format.exl3.layers import find_layer
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, Tiling
 from trellis_prep import prepare
+
+from data_set import MoeCase, pytest_generate_tests  # noqa: F401
+from kernels.cute.moe_samples import (
+    Launch,
+    Routes,
+    error,
+    expected,
+    make_experts,
+    make_key,
+    make_routes,
+    routes_of_counts,
+)
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -60,6 +69,30 @@ def test_every_codebook_and_rate(codebook: str, rate: str) -> None:
 def test_every_rate_of_bytes(rate) -> None:
     experts = make_experts(rates=[str(rate)])
     check(experts, make_routes(experts, 9), 6e-4, arithmetic="bytes")
+
+
+@gpu
+@pytest.mark.parametrize("row_columns", [1, 2])
+@pytest.mark.parametrize(
+    ("codebook", "rates", "arithmetic"),
+    [
+        ("mul1", ["3", "1.5", "8"], "exact"),
+        ("mul1", ["3", "3.5", "1"], "bytes"),
+        ("mul1", ["4", "2.5", "2"], "bytes"),
+        ("mcg", ["4", "3", "5"], "exact"),
+        ("3inst", ["2", "6", "7"], "exact"),
+    ],
+    ids=str,
+)
+def test_steps_staged_in_shared_memory_give_the_same_bits(codebook, rates, arithmetic: str, row_columns: int) -> None:
+    experts = make_experts(codebook=codebook, rates=rates, hidden=640, intermediate=384)
+    routes = make_routes(experts, 19)
+    common = {"arithmetic": arithmetic, "row_columns": row_columns}
+    ring = check(
+        experts, routes, up=Tiling(slices=2, stages=3, in_shared=True, split=2),
+        down=Tiling(slices=2, stages=2, resident=4, in_shared=True), **common,
+    )  # fmt: skip
+    assert torch.equal(ring, check(experts, routes, up=Tiling(slices=2, split=2), down=Tiling(slices=2), **common))
 
 
 @gpu
@@ -126,7 +159,7 @@ def test_tokens_without_experts_are_zeros() -> None:
     ("up", "down"),
     [
         (Tiling(split=3), Tiling(split=2)),
-        (Tiling(blocks=2, slices=1, stages=3), Tiling(blocks=2, slices=2, stages=1)),
+        (Tiling(blocks=3, slices=1, stages=3), Tiling(blocks=2, slices=2, stages=1)),
         (Tiling(blocks=3, slices=1, split=4, resident=1), Tiling(blocks=3, slices=4, split=3)),
         (Tiling(slices=4, resident=1, stages=1), Tiling(slices=8, resident=1)),
     ],

@@ -17,7 +17,8 @@ from trellis_format.container import manifest as container_manifest
 from trellis_format.container import reader as container_reader
 from trellis_format.container.adapter import trellis_from_container
 from trellis_format.convert_names import NAMES_FILE, LayerNames, default_names, names_of, read_names
-from trellis_format.errors import FormatNotFoundError, FormatUnsupportedError, FormatValueError
+from trellis_format.detect import container_of
+from trellis_format.errors import FormatUnsupportedError
 from trellis_format.exl3.adapter import trellis_from_exl3
 from trellis_format.exl3.layers import Exl3Layer, LayerKey, find_layer, find_layers
 from trellis_format.exl3.linear import LINEAR_SUFFIXES, describe_linear
@@ -32,10 +33,7 @@ from trellis_format.native.layer import trellis_from_native
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_format.writer import PlannedTensor, of_array, of_file
 
-__all__ = ["CONTAINERS", "ConvertSource", "Exl3Source", "container_of", "open_source"]
-
-CONTAINERS = ("exl3", "exl3-v1", "native")
-"""Every container by name."""
+__all__ = ["ConvertSource", "Exl3Source", "open_source"]
 
 
 class ConvertSource(ABC):
@@ -223,25 +221,6 @@ class _NativeSource(_LayerFileSource):
                 )
         content = native_reader.read_layer(self.path, self._manifest, layer, verify=verify, hold_codes=False)
         return trellis_from_native(content)
-
-
-def container_of(path: str | os.PathLike[str]) -> str:
-    """The name of the container that a directory is, by its manifest; EXL3 has none.
-
-    Raises:
-        FormatNotFoundError: if there is no such directory.
-        FormatValueError: if it is no directory, or has the manifests of two containers.
-    """
-    directory = Path(path)
-    if not directory.exists():
-        raise FormatNotFoundError("no such checkpoint directory", file=directory)
-    if not directory.is_dir():
-        raise FormatValueError("a checkpoint is a directory, this is a file", file=directory)
-    manifests = {"exl3-v1": container_manifest.MANIFEST_NAME, "native": native_manifest.MANIFEST_NAME}
-    found = [name for name, manifest in manifests.items() if (directory / manifest).exists()]
-    if len(found) > 1:
-        raise FormatValueError(f"has the manifests of two containers: {', '.join(manifests.values())}", file=directory)
-    return found[0] if found else "exl3"
 
 
 def open_source(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trellis_format.checkpoint import CONFIG_NAME, INDEX_NAME, QUANTIZATION_CONFIG_NAME, Checkpoint, open_checkpoint
-from trellis_format.convert_source import container_of
+from trellis_format.detect import container_of
 from trellis_format.errors import FormatError, FormatValueError
 from trellis_format.exl3.adapter import layer_geometry
 from trellis_format.exl3.layers import build_layer, find_layers, group_modules

@@ -9,23 +9,50 @@ import torch
 
 from trellis_format.activations import Activation
 from trellis_format.hadamard import HADAMARD_BLOCK
+from trellis_format.rates import Rate
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.errors import KernelValueError
 
 __all__ = [
+    "FULL_TABLE_CODEBOOK",
+    "FULL_TABLE_RATE",
     "ROTATION_BLOCKS",
+    "TABLES",
     "check_activate",
     "check_reduce_routes",
     "check_rotate_input",
     "check_rotate_output",
+    "check_table",
     "check_topk_ids",
 ]
 
 ROTATION_BLOCKS = (HADAMARD_BLOCK, 4 * HADAMARD_BLOCK)
 """Channels of a Hadamard block: that of every linear, and that of the intermediate transform over the hidden axis."""
 
+TABLES = ("compact", "full")
+"""Forms of a codebook's table in shared memory; codebooks without one are compact."""
+FULL_TABLE_CODEBOOK = "lut_e4m3"
+"""The one codebook that has a full table, a byte for each of 65,536 states."""
+FULL_TABLE_RATE = Rate(4)
+"""The one rate, K = 2, that it has it for."""
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
+
+
+def check_table(table: str, codebook: str, rate: Rate) -> None:
+    """Accept a form of a codebook's table.
+
+    Raises:
+        KernelValueError: if it is unknown, or full where there is no full table.
+    """
+    if table not in TABLES:
+        raise KernelValueError(f"table {table!r} is not one of {', '.join(TABLES)}")
+    if table == "full" and (codebook, rate) != (FULL_TABLE_CODEBOOK, FULL_TABLE_RATE):
+        raise KernelValueError(
+            f"codebook {codebook} at K = {rate} has no full table; {FULL_TABLE_CODEBOOK} has one at "
+            f"K = {FULL_TABLE_RATE}; compact is legal for every codebook"
+        )
 
 
 def check_rotate_input(

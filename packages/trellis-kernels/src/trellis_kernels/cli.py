@@ -18,10 +18,12 @@ import torch
 
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.cache import ObjectCache, default_cache
+from trellis_kernels.cute.cost_table import compare_table, write_table
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.registry import registered_keys
 from trellis_kernels.cute.report import KernelReport, compile_reports
 from trellis_kernels.environment import CACHE_VARIABLE
+from trellis_kernels.errors import KernelValueError
 from trellis_kernels.selfcheck import environment_lines, run_checks
 
 __all__ = ["main"]
@@ -36,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None means those of this process.
 
     Returns:
-        0; or 1 if a kernel failed to compile, spills, or none was selected, if a check failed, or if there is no cache.
-        Wrong arguments exit with 2.
+        0; or 1 if a kernel failed to compile, spills, costs other than its table says, or none was selected, if a
+        check failed, or if there is no cache.  Wrong arguments exit with 2.
     """
     options = _parser().parse_args(argv)
     status: int = options.run(options)
@@ -60,7 +62,21 @@ def _run_compile(options: argparse.Namespace) -> int:
     else:
         _print_table(reports)
         print(f"{len(reports)} kernels, {failed} failed, {spilled} spilled")
-    return 0 if all(report.is_good for report in reports) else 1
+    if not all(report.is_good for report in reports):
+        return 1
+    return 0 if options.table is None else _check_table(options.table, options.write_table, reports)
+
+
+def _check_table(path: Path, write: bool, reports: Sequence[KernelReport]) -> int:
+    if write:
+        write_table(path, reports)
+        return 0
+    try:
+        problems = compare_table(path, reports)
+    except KernelValueError as error:
+        problems = [str(error)]
+    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _run_cache(options: argparse.Namespace) -> int:
@@ -100,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=_positive, default=None, metavar="N", help="processes, default one for each CPU"
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.add_argument("--table", type=Path, metavar="FILE", help="fail where costs differ from those in FILE")
+    command.add_argument("--write-table", action="store_true", help="write FILE instead of comparing with it")
     command.set_defaults(run=_run_compile)
     command = commands.add_parser("cache", help="say how many compiled kernels are kept, or remove them")
     command.add_argument("action", choices=("info", "clear"))

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling, scratch_nbytes
 from trellis_kernels.cute.moe_plan import plan_moe_small
+from trellis_kernels.cute.prefill_plan import PrefillPlan, plan_prefill
 from trellis_kernels.errors import KernelUnsupportedError
 from trellis_prep import PreparedExperts
 
 __all__ = [
     "DeviceLimits",
+    "LayerLaunch",
     "MoeSmallKey",
+    "PrefillPlan",
     "Tiling",
     "device_limits",
     "moe_small",
     "plan_moe_small",
+    "plan_prefill",
     "precompile_layer",
+    "prefill_layer",
     "scratch_nbytes",
 ]
 
@@ -55,13 +61,39 @@ def device_limits(device: torch.device | str) -> DeviceLimits | None:
     return DeviceLimits(arch, torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def precompile_layer(key: MoeSmallKey) -> None:
+class LayerLaunch(Protocol):
+    """A layer that is bound to its scratch; see `trellis_kernels.cute.prefill_layer.PrefillLayer.__call__`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        expert_map: torch.Tensor | None = None,
+        factor: float = 1.0,
+    ) -> torch.Tensor:
+        """Launch on the current stream of the device."""
+        ...
+
+
+def precompile_layer(kernels: MoeSmallKey | PrefillPlan) -> None:
     """Compile a layer's kernels and load them, so that a launch has nothing left to do.
 
     Raises:
         KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
     """
-    importlib.import_module("trellis_kernels.cute.compiler").precompile([key])
+    keys = kernels.keys if isinstance(kernels, PrefillPlan) else (kernels,)
+    importlib.import_module("trellis_kernels.cute.compiler").precompile(keys)
+
+
+def prefill_layer(experts: PreparedExperts, *, plan: PrefillPlan, scratch: torch.Tensor) -> LayerLaunch:
+    """A layer for many tokens, bound to its scratch; see `trellis_kernels.cute.prefill_layer.PrefillLayer`."""
+    layer: LayerLaunch = importlib.import_module("trellis_kernels.cute.prefill_layer").PrefillLayer(
+        experts, plan=plan, scratch=scratch
+    )
+    return layer
 
 
 def moe_small(

@@ -89,7 +89,13 @@ def _call(op: str, backend: str | None, device: torch.device, *args: Any, **kwar
 
 
 def decode(
-    codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor, backend: str | None = None
+    codes: torch.Tensor,
+    *,
+    codebook: str,
+    rate: Rate,
+    table: str = "auto",
+    out: torch.Tensor,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Decode tiles to the weight in the rotated basis, exactly (one more rounding to bfloat16).
 
@@ -97,6 +103,8 @@ def decode(
         codes: `[..., k_tiles, n_tiles, 16*K] int16`, contiguous.
         codebook: its name.
         rate: K.
+        table: form of the codebook's table, where it has one: `compact`, `full` (64 KiB of shared memory, for lut_e4m3
+            at K = 2 alone), or `auto`, which takes compact.  Bits are the same.
         out: `[..., k, n]` float16, bfloat16 or float32, written whole.
         backend: `cpu`, `cute`, or None for the device's own.
 
@@ -107,7 +115,9 @@ def decode(
         KernelTypeError, KernelValueError: if a dtype, shape or device is wrong.
         FormatValueError: if the codebook is unknown or K not legal for it.
     """
-    result: torch.Tensor = _call("decode", backend, codes.device, codes, codebook=codebook, rate=rate, out=out)
+    result: torch.Tensor = _call(
+        "decode", backend, codes.device, codes, codebook=codebook, rate=rate, table=table, out=out
+    )
     return result
 
 

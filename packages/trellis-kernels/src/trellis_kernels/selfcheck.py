@@ -29,7 +29,9 @@ __all__ = ["Check", "environment_lines", "pattern_codes", "run_checks"]
 
 _WORD_STEP = 0x9E3779B1  # the golden ratio's fraction in 32 bits, odd, so that words do not repeat
 _TOKENS, _TOP_K, _EXPERTS, _CHANNELS = 5, 3, 4, 256
+_MANY_TOKENS = 700  # whose routes are more than one launch packs
 _BOUND = 1e-5  # relative to the largest value: float32 sums of a few hundred terms
+_HALF_BOUND = 2e-3  # the same where terms and result are rounded to float16
 
 _Double = npt.NDArray[np.float64]
 
@@ -125,6 +127,8 @@ def _cases(device: torch.device, backend: str) -> Iterator[tuple[str, str, Calla
                 yield op, kind, partial(_activate, device, backend, kind)
         elif op in checks:
             yield op, f"{_TOKENS} x {_TOP_K}", partial(checks[op], device, backend)
+    yield "pack_routes", f"{_MANY_TOKENS} x {_TOP_K}", partial(_pack_routes, device, backend, _MANY_TOKENS)
+    yield "reduce_routes", "atomic", partial(_reduce_atomically, device, backend)
 
 
 def _decode(device: torch.device, backend: str, codebook: str, rate: Rate) -> str | None:
@@ -146,9 +150,9 @@ def _tensor(values: npt.NDArray[np.generic], dtype: torch.dtype, device: torch.d
     return torch.from_numpy(values).to(device, dtype)
 
 
-def _distance(found: torch.Tensor, wanted: _Double) -> str | None:
+def _distance(found: torch.Tensor, wanted: _Double, bound: float = _BOUND) -> str | None:
     error = float(np.abs(found.cpu().double().numpy() - wanted).max() / np.abs(wanted).max())
-    return None if error <= _BOUND else f"off by {error:.1e} of the largest value, bound {_BOUND:.0e}"
+    return None if error <= bound else f"off by {error:.1e} of the largest value, bound {bound:.0e}"
 
 
 def _empty(device: torch.device, *shape: int) -> torch.Tensor:
@@ -192,30 +196,30 @@ def _activate(device: torch.device, backend: str, kind: str) -> str | None:
     return _distance(out, law.apply(gate if law.gated else None, up))
 
 
-def _ids() -> npt.NDArray[np.int64]:
+def _ids(tokens: int = _TOKENS) -> npt.NDArray[np.int64]:
     """Experts of each route; one is dropped."""
-    ids = (np.arange(_TOKENS * _TOP_K) * 7 % _EXPERTS).reshape(_TOKENS, _TOP_K)
+    ids = (np.arange(tokens * _TOP_K) * 7 % _EXPERTS).reshape(tokens, _TOP_K)
     ids[1, 2] = -1
     return ids
 
 
-def _packed(device: torch.device, backend: str) -> PackedRoutes:
+def _packed(device: torch.device, backend: str, tokens: int = _TOKENS) -> PackedRoutes:
     packed: PackedRoutes = implementation("pack_routes", backend)(
-        _tensor(_ids(), torch.int64, device), num_experts=_EXPERTS, block_rows=8
+        _tensor(_ids(tokens), torch.int64, device), num_experts=_EXPERTS, block_rows=8
     )
     return packed
 
 
-def _pack_routes(device: torch.device, backend: str) -> str | None:
-    packed = _packed(device, backend)
-    flat = _ids().reshape(-1)
+def _pack_routes(device: torch.device, backend: str, tokens: int = _TOKENS) -> str | None:
+    packed = _packed(device, backend, tokens)
+    flat = _ids(tokens).reshape(-1)
     slots = packed.route_indices.tolist()
     offsets = packed.expert_offsets.tolist()
     for expert in range(_EXPERTS):
         mine = [route for route in slots[offsets[expert] : offsets[expert + 1]] if route < flat.size]
         wanted = np.flatnonzero(flat == expert).tolist()
         if mine != wanted:
-            return f"expert {expert} has routes {mine}, not {wanted}"
+            return f"expert {expert} has routes {mine[:8]}, not {wanted[:8]}"
     return None
 
 
@@ -246,3 +250,16 @@ def _reduce_routes(device: torch.device, backend: str) -> str | None:
     )
     terms = rows.reshape(_TOKENS, _TOP_K, _CHANNELS) * weights[:, :, None] * 2.0
     return _distance(out, terms.sum(axis=1))
+
+
+def _reduce_atomically(device: torch.device, backend: str) -> str | None:
+    rows, weights = _wave(_TOKENS * _TOP_K, _CHANNELS, seed=11), np.abs(_wave(_TOKENS, _TOP_K, seed=12))
+    out = _empty(device, _TOKENS, _CHANNELS).half()
+    implementation("reduce_routes", backend)(
+        _tensor(rows, torch.float32, device),
+        _tensor(weights, torch.float16, device),
+        accumulator=_empty(device, _TOKENS, _CHANNELS),
+        out=out,
+    )
+    terms = rows.reshape(_TOKENS, _TOP_K, _CHANNELS) * weights[:, :, None]
+    return _distance(out, terms.sum(axis=1), bound=_HALF_BOUND)

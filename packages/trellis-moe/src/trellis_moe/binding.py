@@ -10,8 +10,9 @@ from dataclasses import fields
 
 import torch
 
+from trellis_kernels.layers import MoeSmallKey
 from trellis_moe.errors import MoeTypeError, MoeValueError
-from trellis_moe.paths.few_tokens import FewTokens
+from trellis_moe.paths.fused import FewTokens, ManyTokens
 from trellis_moe.paths.op_by_op import OpByOp
 from trellis_moe.plan import ExecutionPlan
 from trellis_moe.scratch import carve
@@ -28,16 +29,18 @@ class Binding:
         self.plan = plan
         self.experts = experts
         buffers = carve(scratch, plan.scratch)
-        self._path: FewTokens | OpByOp
-        self._id_dtypes: tuple[torch.dtype, ...]
-        self._weight_dtypes: tuple[torch.dtype, ...]
-        if plan.few_tokens is not None:
-            self._path = FewTokens(plan, plan.few_tokens, experts, buffers)
+        self._path: FewTokens | ManyTokens | OpByOp
+        self._id_dtypes: tuple[torch.dtype, ...] = tuple(ID_DTYPES.values())
+        self._weight_dtypes: tuple[torch.dtype, ...] = tuple(IO_DTYPES.values())
+        if plan.fused is None:
+            self._path = OpByOp(plan, experts, buffers)
+        else:  # kernels are compiled for the dtypes that the plan declares
             self._id_dtypes = (ID_DTYPES[plan.routing.id_dtype],)
             self._weight_dtypes = (IO_DTYPES[plan.routing.weight_dtype],)
-        else:
-            self._path = OpByOp(plan, experts, buffers)
-            self._id_dtypes, self._weight_dtypes = tuple(ID_DTYPES.values()), tuple(IO_DTYPES.values())
+            if isinstance(plan.fused, MoeSmallKey):
+                self._path = FewTokens(plan, plan.fused, experts, buffers)
+            else:
+                self._path = ManyTokens(plan.fused, experts, buffers)
         self._scratch = scratch[: plan.required_nbytes()]  # the rest is not ours
 
     @torch.no_grad()  # scratch outlives the launch, so nothing may be recorded in it

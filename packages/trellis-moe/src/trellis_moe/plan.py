@@ -11,19 +11,18 @@ import torch
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource
-from trellis_kernels import BLOCK_ROWS, OPS, KernelError, backend_for
-from trellis_kernels.layers import DeviceLimits, MoeSmallKey, device_limits, plan_moe_small
+from trellis_kernels import BLOCK_ROWS, OPS, backend_for
+from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, device_limits
 from trellis_moe.errors import MoeValueError
-from trellis_moe.scratch import ScratchBuffer, few_tokens_scratch, op_by_op_scratch, total_bytes
-from trellis_moe.specs import ID_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec, check_type
+from trellis_moe.fused import Fused, choose_fused
+from trellis_moe.scratch import ScratchBuffer, fused_scratch, op_by_op_scratch, total_bytes
+from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec, check_type
 from trellis_prep import plan_layout
 
 __all__ = ["ExecutionPlan", "WeightPlan", "plan_execution", "plan_weights"]
 
-_MOST_FEW_ROWS = (
-    16.0  # routes an average expert may have on the fused path; beyond it decoded tiles are reused too little
-)
-_MOST_GROUPS = 65535  # groups of one expert's routes that a launch of the fused path covers
+_FUSED_NAMES = {MoeSmallKey: "moe_small", PrefillPlan: "prefill"}
+_PREFILL_ROWS = 8  # that the many-token path pads an expert's routes to
 _FILL = 0.9  # a block this full on average is not too small: containers' block-row rule
 
 
@@ -57,7 +56,7 @@ class ExecutionPlan:
         block_rows: rows of a route block.
         backends: (op, backend) in launch order.
         scratch: buffers by name, dtype and size.
-        few_tokens: the fused kernels, None where one op runs after the other.
+        fused: the kernels of a fused path, None where one op runs after the other.
     """
 
     weights: WeightPlan
@@ -68,7 +67,7 @@ class ExecutionPlan:
     block_rows: int
     backends: tuple[tuple[str, str], ...]
     scratch: tuple[ScratchBuffer, ...]
-    few_tokens: MoeSmallKey | None = None
+    fused: Fused | None = None
 
     def required_nbytes(self) -> int:
         """Bytes of scratch that a caller owns, each buffer on its 16-byte boundary."""
@@ -143,20 +142,20 @@ def plan_execution(
     routing = RoutingSpec() if routing is None else routing
     _check_declarations(weights, activation, capacity, routing)
     device_type = _device_type(device)
-    if device_type == "cuda":
-        key = _few_tokens_key(weights, activation, routing, capacity, limits or device_limits(device))
-        if key is not None:
-            return ExecutionPlan(
-                weights=weights,
-                activation=activation,
-                routing=routing,
-                capacity=capacity,
-                device_type=device_type,
-                block_rows=key.group_rows,
-                backends=((key.kernel, "cute"),),
-                scratch=few_tokens_scratch(key, capacity),
-                few_tokens=key,
-            )
+    found = limits or device_limits(device) if device_type == "cuda" else None
+    fused = choose_fused(weights, activation, routing, capacity, found) if found is not None else None
+    if fused is not None:
+        return ExecutionPlan(
+            weights=weights,
+            activation=activation,
+            routing=routing,
+            capacity=capacity,
+            device_type=device_type,
+            block_rows=fused.group_rows if isinstance(fused, MoeSmallKey) else _PREFILL_ROWS,
+            backends=((_FUSED_NAMES[type(fused)], "cute"),),
+            scratch=fused_scratch(fused, capacity),
+            fused=fused,
+        )
     return ExecutionPlan(
         weights=weights,
         activation=activation,
@@ -184,36 +183,6 @@ def _check_declarations(
             f"activation {activation.nonlinearity.kind} takes {'a' if activation.nonlinearity.gated else 'no'} gate, "
             f"the experts {having}"
         )
-
-
-def _few_tokens_key(
-    weights: WeightPlan,
-    activation: ActivationSpec,
-    routing: RoutingSpec,
-    capacity: ExecutionCapacity,
-    limits: DeviceLimits | None,
-) -> MoeSmallKey | None:
-    """The fused kernels where they fit the launch: few routes for each expert, and a layer that they are built for."""
-    experts = weights.source.geometry.num_experts
-    if limits is None or weights.extent.width == 0 or capacity.routes > _MOST_FEW_ROWS * experts:
-        return None
-    try:
-        key = plan_moe_small(
-            weights.source,
-            arch=limits.arch,
-            max_tokens=capacity.max_tokens,
-            top_k=capacity.top_k,
-            multiprocessors=limits.multiprocessors,
-            extent=weights.extent,
-            activation=activation.nonlinearity,
-            x_dtype=activation.io_dtype,
-            out_dtype=activation.output_dtype,
-            weight_dtype=routing.weight_dtype,
-            id_bytes=ID_DTYPES[routing.id_dtype].itemsize,
-        )
-    except KernelError:
-        return None  # a layer outside what the kernels take still runs, one op after the other
-    return key if key.most_groups(capacity.max_tokens) <= _MOST_GROUPS else None
 
 
 def _device_type(device: torch.device | str) -> str:

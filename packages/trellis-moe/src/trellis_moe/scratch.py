@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trellis_kernels.layers import MoeSmallKey, scratch_nbytes
+from trellis_kernels.layers import MoeSmallKey, PrefillPlan, scratch_nbytes
 from trellis_moe.errors import MoeTypeError, MoeValueError
 from trellis_moe.specs import ExecutionCapacity
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
-    "FEW_TOKENS_ALIGNMENT",
-    "FEW_TOKENS_BUFFER",
+    "FUSED_ALIGNMENT",
+    "FUSED_BUFFER",
     "ScratchBuffer",
     "carve",
-    "few_tokens_scratch",
+    "fused_scratch",
     "op_by_op_scratch",
     "total_bytes",
 ]
 
 ALIGNMENT = 16
 """Boundary of every buffer, in bytes."""
-FEW_TOKENS_ALIGNMENT = 128
+FUSED_ALIGNMENT = 256
 """Boundary of the scratch of the fused kernels, in bytes; found inside its buffer, which is that much larger."""
-FEW_TOKENS_BUFFER = "few_tokens"
+FUSED_BUFFER = "fused"
 """Name of that buffer."""
 _DTYPES = {
     "uint8": torch.uint8,
@@ -81,10 +81,10 @@ def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[
     )
 
 
-def few_tokens_scratch(key: MoeSmallKey, capacity: ExecutionCapacity) -> tuple[ScratchBuffer, ...]:
-    """The one buffer of the fused path, for its largest launch; the kernels' own parts lie inside it."""
-    size = scratch_nbytes(key, capacity.max_tokens) + FEW_TOKENS_ALIGNMENT - ALIGNMENT
-    return (ScratchBuffer(FEW_TOKENS_BUFFER, "uint8", (size,)),)
+def fused_scratch(fused: MoeSmallKey | PrefillPlan, capacity: ExecutionCapacity) -> tuple[ScratchBuffer, ...]:
+    """The one buffer of a fused path, for its largest launch; the kernels' own parts lie inside it."""
+    size = scratch_nbytes(fused, capacity.max_tokens) if isinstance(fused, MoeSmallKey) else fused.scratch_nbytes
+    return (ScratchBuffer(FUSED_BUFFER, "uint8", (size + FUSED_ALIGNMENT - ALIGNMENT,)),)
 
 
 def total_bytes(buffers: Iterable[ScratchBuffer]) -> int:

@@ -124,6 +124,7 @@ class ExecutionCapacity:
     Args:
         max_tokens: tokens.
         top_k: routes of each token.
+        scratch_bound: most bytes of scratch that the many-token path may take, by cutting a launch; None is no bound.
 
     Raises:
         MoeTypeError: if a number is not an int.
@@ -132,10 +133,13 @@ class ExecutionCapacity:
 
     max_tokens: int
     top_k: int
+    scratch_bound: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "scratch_bound" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise MoeTypeError(f"{field.name} must be an int, got {type(value).__name__}")
             if value <= 0:

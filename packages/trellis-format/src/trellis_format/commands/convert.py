@@ -19,7 +19,8 @@ from trellis_format.commands.streams import (
     progress,
 )
 from trellis_format.convert import ASSUMED_BYTES_PER_SECOND, ConvertPlan, convert, parse_layers, plan_conversion
-from trellis_format.convert_source import CONTAINERS, open_source
+from trellis_format.convert_source import open_source
+from trellis_format.detect import CONTAINERS
 from trellis_format.errors import FormatError, FormatUnsupportedError
 from trellis_format.exl3.names import DEFAULT_PATTERN
 from trellis_format.text import printable

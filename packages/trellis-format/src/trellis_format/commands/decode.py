@@ -11,8 +11,9 @@ from pathlib import Path
 
 from trellis_format.checkpoint import open_checkpoint
 from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, progress
-from trellis_format.convert_source import ConvertSource, container_of, open_source
+from trellis_format.convert_source import ConvertSource, open_source
 from trellis_format.decoded import StoredLinear, plan_decoded
+from trellis_format.detect import container_of
 from trellis_format.errors import FormatError, FormatValueError
 from trellis_format.exl3.layers import group_modules
 from trellis_format.exl3.linear import describe_linear

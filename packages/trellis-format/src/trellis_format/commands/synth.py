@@ -8,7 +8,7 @@ from typing import Any
 
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, emit_json, progress
-from trellis_format.convert_source import CONTAINERS
+from trellis_format.detect import CONTAINERS
 from trellis_format.errors import FormatError
 from trellis_format.rates import Rate
 from trellis_format.synth import SynthSpec, plan_synthetic, synth_checkpoint

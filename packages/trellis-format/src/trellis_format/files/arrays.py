@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -125,19 +125,42 @@ class ShardReader:
             FormatValueError: if the file was replaced, changed or truncated since its header was read, or on an I/O
                 error.
         """
-        descriptor = self._open()
+        self.read_runs((offset,), len(out), out, tensor)
+
+    def read_runs(self, offsets: Iterable[int], length: int, out: memoryview, tensor: str) -> None:
+        """Fill `out` with runs of one length, one after the other, one positional read for each.
+
+        The loop is kept this tight because the runs of a share of gate or up are a few KiB, so that what surrounds a
+        read would cost more than the read.
+
+        Args:
+            offsets: first byte of each run in the file.
+            length: bytes of a run.
+            out: as many bytes as all runs have.
+            tensor: named in errors.
+
+        Raises:
+            FormatValueError: as `read_into`.
+        """
+        descriptor, read, done = self._open(), os.preadv, 0
+        try:
+            for offset in offsets:
+                if length and read(descriptor, (part := out[done : done + length],), offset) != length:
+                    self._continue(descriptor, offset, part, tensor)
+                done += length
+        except OSError as error:
+            raise self._refuse(f"cannot be read at byte {offset}: {error.strerror or error}", tensor) from error
+        with self._lock:
+            self.bytes_read += done
+
+    def _continue(self, descriptor: int, offset: int, out: memoryview, tensor: str) -> None:
+        """Read a run again in as many reads as it takes."""
         done = 0
         while done < len(out):
-            try:
-                count = os.preadv(descriptor, [out[done:]], offset + done)
-            except OSError as error:
-                where = f"cannot be read at byte {offset + done}"
-                raise self._refuse(f"{where}: {error.strerror or error}", tensor) from error
+            count = os.preadv(descriptor, (out[done:],), offset + done)
             if count == 0:
                 raise self._refuse(f"truncated: {len(out)} bytes wanted at byte {offset}, {done} read", tensor)
             done += count
-        with self._lock:
-            self.bytes_read += done
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
@@ -208,10 +231,8 @@ class FileArray(ArrayView):
         self._check_out(box, out)
         if not out.size:
             return
-        target, done = memoryview(out), 0
-        for offset, length in self._runs(box):
-            self._reader.read_into(self.entry.begin + offset, target[done : done + length], self.entry.name)
-            done += length
+        offsets, length = self._runs(box)
+        self._reader.read_runs(offsets, length, memoryview(out), self.entry.name)
 
     def read_chunks(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of the tensor in order, in fresh arrays of at most `size` bytes; any dtype.
@@ -232,8 +253,8 @@ class FileArray(ArrayView):
                 tensor=self.entry.name,
             )
 
-    def _runs(self, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-        """(byte offset, bytes) of each contiguous run of a box, in row-major order."""
+    def _runs(self, box: tuple[slice, ...]) -> tuple[list[int], int]:
+        """Offsets in the file of the contiguous runs of a box, in row-major order, and the bytes of one."""
         lengths = self.box_shape(box)
         axis = len(lengths)
         run = self.dtype.itemsize
@@ -244,11 +265,11 @@ class FileArray(ArrayView):
         if axis:
             axis -= 1
             run *= lengths[axis]
-        strides = [0] * (axis + 1)
+        offsets = np.array([self.entry.begin], dtype=np.int64)
         for index in range(axis, -1, -1):
-            strides[index] = stride
-            stride *= self.shape[index] if self.shape else 1
-        starts = [part.start or 0 for part in box]
-        base = sum(start * step for start, step in zip(starts, strides, strict=False))
-        for outer in np.ndindex(*lengths[:axis]):
-            yield base + sum(place * step for place, step in zip(outer, strides, strict=False)), run
+            if index < len(box):
+                first = box[index].start or 0
+                places = np.arange(first, first + (1 if index == axis else lengths[index]), dtype=np.int64)
+                offsets = (places[:, None] * stride + offsets).reshape(-1)
+                stride *= self.shape[index]
+        return offsets.tolist(), run

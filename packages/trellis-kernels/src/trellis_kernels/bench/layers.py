@@ -9,16 +9,16 @@ import math
 from collections.abc import Sequence
 
 import torch
-
 from trellis_format.activations import Activation
 from trellis_format.extent import TrellisExtent
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_format.rate_table import RateTable
 from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource
+from trellis_prep import PreparedExperts, plan_layout
+
 from trellis_kernels.cpu.activate import activate
 from trellis_kernels.cpu.decode import decode
-from trellis_prep import PreparedExperts, plan_layout
 
 __all__ = ["float64_forward", "random_experts", "random_source"]
 
@@ -107,7 +107,12 @@ def random_experts(source: TrellisSource, *, device: torch.device | str, seed: i
 
 
 def float64_forward(
-    experts: PreparedExperts, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, factor: float = 1.0
+    experts: PreparedExperts,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """The routed experts of a layer on the device of the experts, exact codes and float64 products.
 
@@ -126,7 +131,7 @@ def float64_forward(
     padded = torch.zeros(x.shape[0], geometry.padded_hidden_size, dtype=torch.float64, device=x.device)
     padded[:, : x.shape[1]] = x.double()
     total = torch.zeros_like(padded)
-    for expert in topk_ids.unique().tolist():
+    for expert in sorted(set(topk_ids.reshape(-1).tolist())):
         if not 0 <= expert < geometry.num_experts:
             continue
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
@@ -154,7 +159,7 @@ def _expert(experts: PreparedExperts, x: torch.Tensor, expert: int) -> torch.Ten
 
 def _joined(branches: dict[Projection, torch.Tensor], law: Activation | None) -> torch.Tensor:
     gate, up = branches.get(Projection.GATE), branches[Projection.UP]
-    if law is None or law.kind == "silu" and math.isinf(law.limit):
+    if law is None or (law.kind == "silu" and math.isinf(law.limit)):
         assert gate is not None
         return gate * torch.sigmoid(gate) * up
     out = torch.empty_like(up, dtype=torch.float32)

@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from trellis_format.source import TrellisSource
+from trellis_prep import PreparedExperts
 
 from trellis_kernels.bench.layers import float64_forward, random_experts, random_source
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling, scratch_nbytes
+from trellis_kernels.cute.moe_key import MoeSmallKey, scratch_nbytes
 from trellis_kernels.cute.moe_plan import plan_moe_small
-from trellis_prep import PreparedExperts
 
-__all__ = ["GEOMETRIES", "Geometry", "main"]
+__all__ = ["GEOMETRIES", "Geometry", "LayerBench", "eager_us", "graph_us", "main", "make_key"]
 
 _LAUNCHES = 16  # of a graph, each with its own routes
 _REPLAYS = 25
@@ -48,8 +49,10 @@ GEOMETRIES = {
     "qwen": Geometry(2048, 768, 128, 8, "mul1", "3"),
     "qwen4": Geometry(2048, 768, 128, 8, "mcg", "4"),
     "dsv3": Geometry(7168, 256, 256, 8, "mcg", "3"),
+    "long": Geometry(16384, 4224, 8, 8, "mul1", "3"),
 }
-"""GLM-4.5-Air, Qwen3-30B-A3B at two rates, and DeepSeek-V3 split over eight ranks."""
+"""GLM-4.5-Air, Qwen3-30B-A3B at two rates, DeepSeek-V3 split over eight ranks, and one whose gate and up are one block
+for each half of an H200's SMs with 256 steps each, so that the inner loop is all that it takes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,97 +65,143 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="JSON objects of key fields to change, for example '{\"up\": {\"split\": 3}, \"row_columns\": 2}'",
     )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="also time each kernel")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile into the persistent cache, measure nothing"
+    )
     options = parser.parse_args(arguments)
     for name in options.geometry:
-        layers = _make_layers(GEOMETRIES[name])
+        if options.compile_only:
+            for tokens in options.tokens:
+                for change in options.changes:
+                    compiler.compile_kernel(make_key(GEOMETRIES[name], tokens, json.loads(change)))
+            continue
+        bench = LayerBench(GEOMETRIES[name])
         for tokens in options.tokens:
             for change in options.changes:
                 row = {"geometry": name, "tokens": tokens, "change": json.loads(change)}
                 try:
-                    row |= _measure(layers, GEOMETRIES[name], tokens, json.loads(change), options.profile)
+                    row |= _measure(bench, tokens, json.loads(change), options.profile)
                 except Exception as failure:  # noqa: BLE001  # one bad tiling must not end the table
                     row["failure"] = f"{type(failure).__name__}: {failure}"[:300]
                 print(json.dumps(row), flush=True)
 
 
-def _make_layers(geometry: Geometry) -> list[PreparedExperts]:
-    source = random_source(
+def _make_source(geometry: Geometry) -> TrellisSource:
+    return random_source(
         experts=geometry.experts,
         hidden=geometry.hidden,
         intermediate=geometry.intermediate,
         codebook=geometry.codebook,
         rates=[geometry.rate],
     )
+
+
+def _make_layers(geometry: Geometry) -> list[PreparedExperts]:
+    source = _make_source(geometry)
     count = max(1, -(-_LAYER_BYTES // source.code_bytes()))
     return [random_experts(source, device="cuda", seed=seed) for seed in range(count)]
 
 
-def _changed(key: MoeSmallKey, change: dict[str, Any]) -> MoeSmallKey:
+def make_key(geometry: Geometry, tokens: int, change: dict[str, Any]) -> MoeSmallKey:
+    """The planned key of a geometry at a capacity, with some fields changed; a tiling's change is an object itself."""
+    key = plan_moe_small(
+        _make_source(geometry),
+        arch=arch_of_device(0).name,
+        max_tokens=tokens,
+        top_k=geometry.top_k,
+        multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+        arithmetic=change.get("arithmetic", "exact"),
+    )
     tilings = {name: replace(getattr(key, name), **change[name]) for name in ("up", "down") if name in change}
     fields = {name: value for name, value in change.items() if name not in tilings}
     return replace(key, **fields, **tilings)
 
 
-def _measure(
-    layers: list[PreparedExperts], geometry: Geometry, tokens: int, change: dict[str, Any], profile: bool
-) -> dict[str, Any]:
-    from trellis_kernels.cute.moe_small import moe_small
+class LayerBench:
+    """Layers of noise of one geometry on the GPU, with inputs for each token count."""
 
-    key = plan_moe_small(
-        layers[0].source,
-        arch=arch_of_device(0).name,
-        max_tokens=tokens,
-        top_k=geometry.top_k,
-        multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-    )
-    key = _changed(key, change)
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._layers = _make_layers(geometry)
+        self._inputs: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+        self._truths: dict[int, torch.Tensor] = {}
+
+    def inputs(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """`(x, topk_ids, topk_weights)` of each launch of a graph."""
+        if tokens not in self._inputs:
+            generator = torch.Generator("cuda").manual_seed(tokens)
+            inputs = []
+            for _ in range(_LAUNCHES):
+                logits = torch.randn(tokens, self.geometry.experts, device="cuda", generator=generator)
+                weights, ids = torch.softmax(logits, dim=-1).topk(self.geometry.top_k)
+                x = torch.randn(tokens, self.geometry.hidden, device="cuda", generator=generator).half()
+                inputs.append((x, ids.contiguous(), weights.contiguous()))
+            self._inputs[tokens] = inputs
+        return self._inputs[tokens]
+
+    def bind(self, key: MoeSmallKey, tokens: int) -> tuple[Callable[[int], None], torch.Tensor]:
+        """A launch of the inputs of an index, and the output that all of them write."""
+        from trellis_kernels.cute.moe_small import MoeSmall
+
+        inputs = self.inputs(tokens)
+        scratch = torch.full((scratch_nbytes(key, tokens),), 0xFF, dtype=torch.uint8, device="cuda")
+        out = torch.full((tokens, self.geometry.hidden), float("nan"), dtype=torch.float16, device="cuda")
+        bound = [MoeSmall(experts, key=key, max_tokens=tokens, scratch=scratch) for experts in self._layers]
+
+        def launch(index: int) -> None:
+            bound[index % len(bound)](*inputs[index], out)
+
+        return launch, out
+
+    def error(self, launch: Callable[[int], None], out: torch.Tensor) -> float:
+        """Relative L2 of the first tokens of the first inputs."""
+        tokens = out.shape[0]
+        if tokens not in self._truths:
+            part = (tensor[:_CHECKED] for tensor in self.inputs(tokens)[0])
+            self._truths[tokens] = float64_forward(self._layers[0], *part)
+        launch(0)
+        truth = self._truths[tokens]
+        return float((out[:_CHECKED].double() - truth).norm() / truth.norm())
+
+    def active(self, tokens: int) -> float:
+        """Mean number of experts that a launch reads."""
+        return statistics.fmean(len(set(ids.reshape(-1).tolist())) for _, ids, _ in self.inputs(tokens))
+
+
+def _measure(bench: LayerBench, tokens: int, change: dict[str, Any], profile: bool) -> dict[str, Any]:
+    geometry = bench.geometry
+    key = make_key(geometry, tokens, change)
     start = time.perf_counter()
     compiler.precompile([key])
     compile_seconds = time.perf_counter() - start
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    scratch = torch.full((scratch_nbytes(key, tokens),), 0xFF, dtype=torch.uint8, device="cuda")
-    inputs = []
-    for _ in range(_LAUNCHES):
-        logits = torch.randn(tokens, geometry.experts, device="cuda", generator=generator)
-        weights, ids = torch.softmax(logits, dim=-1).topk(geometry.top_k)
-        x = torch.randn(tokens, geometry.hidden, device="cuda", generator=generator).half()
-        inputs.append((x, ids.contiguous(), weights.contiguous()))
-    out = torch.full((tokens, geometry.hidden), float("nan"), dtype=torch.float16, device="cuda")
-
-    def launch(index: int) -> None:
-        x, ids, weights = inputs[index]
-        experts = layers[index % len(layers)]
-        moe_small(x, experts, ids, weights, key=key, max_tokens=tokens, scratch=scratch, out=out)
-
-    launch(0)
-    truth = float64_forward(layers[0], *(tensor[:_CHECKED] for tensor in inputs[0]))
-    error = float((out[:_CHECKED].double() - truth).norm() / truth.norm())
-    active = statistics.mean(ids.unique().numel() for _, ids, _ in inputs)
-    weights_read = active * 3 * geometry.hidden * geometry.intermediate
-    graph_us = _graph_us(launch)
+    launch, out = bench.bind(key, tokens)
+    error = bench.error(launch, out)
+    active = bench.active(tokens)
+    micros = graph_us(launch)
     row = {
-        "us": round(graph_us, 2),
-        "eager_us": round(_eager_us(launch), 2),
-        "twps": round(weights_read / graph_us / 1e6, 3),
+        "us": round(micros, 2),
+        "eager_us": round(eager_us(launch), 2),
+        "twps": round(active * 3 * geometry.hidden * geometry.intermediate / micros / 1e6, 3),
         "error": float(f"{error:.3g}"),
         "active": round(active, 1),
-        "up": [key.up.blocks, key.up.slices, key.up.split, key.up.stages, key.up.resident],
-        "down": [key.down.blocks, key.down.slices, key.down.split, key.down.stages, key.down.resident],
+        "up": repr(key.up),
+        "down": repr(key.down),
+        "arithmetic": key.arithmetic,
         "columns": key.row_columns,
         "compile_s": round(compile_seconds, 1),
     }
     return row | ({"kernels_us": _kernel_us(launch)} if profile else {})
 
 
-def _graph_us(launch: Callable[[int], None]) -> float:
+def graph_us(launch: Callable[[int], None], replays: int = _REPLAYS) -> float:
     """Median microseconds of a launch, over replays of a graph of all of them."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(_LAUNCHES):
             launch(index)
-    samples = []
-    for turn in range(_REPLAYS + 3):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples: list[float] = []
+    for turn in range(replays + 3):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         graph.replay()
         last.record()
@@ -162,7 +211,7 @@ def _graph_us(launch: Callable[[int], None]) -> float:
     return statistics.median(samples)
 
 
-def _eager_us(launch: Callable[[int], None]) -> float:
+def eager_us(launch: Callable[[int], None]) -> float:
     """Median microseconds of a launch from Python, queued back to back."""
     samples = []
     for _ in range(5):

@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.rates import TILE, Rate
 from trellis_kernels import decode, pack_routes, reduce_routes, rotate_input, rotate_output
+from trellis_kernels.arguments import FULL_TABLE_CODEBOOK, FULL_TABLE_RATE
 from trellis_kernels.ops import implementation
 from trellis_kernels.routes import empty_routes
 
@@ -95,8 +97,9 @@ def measure(op: str, case: str, launches: Sequence[Launch], moved_bytes: int, we
 
 
 def _copy_rows() -> list[OpRow]:
-    source, target = (torch.empty(1 << 29, dtype=torch.uint8, device=_DEVICE) for _ in range(2))
-    return [measure("copy", "512 MiB", [lambda: target.copy_(source)], 2 * source.numel())]
+    # a kernel, because a copy inside a graph is a memory node, which moves a third less
+    source, target = (torch.ones(1 << 28, device=_DEVICE) for _ in range(2))
+    return [measure("copy", "1 GiB", [lambda: torch.neg(source, out=target)], 8 * source.numel())]
 
 
 def _decode_rows() -> list[OpRow]:
@@ -104,7 +107,7 @@ def _decode_rows() -> list[OpRow]:
     k, n = 16384, 32768
     out = torch.empty(k, n, dtype=torch.float16, device=_DEVICE)
     for name, codebook in CODEBOOKS.items():
-        for rate in (Rate.of(bits) for bits in (2, 3, 4, 5)):
+        for rate in (Rate.of(bits) for bits in (2, 3, 4, 5, 6)):
             if rate not in codebook.legal_rates:
                 continue
             shape = (k // TILE, n // TILE, rate.tile_words16)
@@ -115,6 +118,33 @@ def _decode_rows() -> list[OpRow]:
 
             moved = codes.numel() * 2 + out.numel() * 2
             rows.append(measure("decode", f"{name} K={rate} float16", [launch], moved, k * n))
+    codes = torch.randint(-(2**15), 2**15, (k // TILE, n // TILE, 32), dtype=torch.int16, device=_DEVICE)
+    full = partial(decode, codes, codebook=FULL_TABLE_CODEBOOK, rate=FULL_TABLE_RATE, table="full", out=out)
+    case = f"{FULL_TABLE_CODEBOOK} K={FULL_TABLE_RATE} float16, full table"
+    rows.append(measure("decode", case, [full], codes.numel() * 2 + out.numel() * 2, k * n))
+    return rows
+
+
+def _ceiling_rows() -> list[OpRow]:
+    from trellis_kernels.cute.ceiling import launch_ceiling  # needs the DSL, which the table does without a GPU
+
+    rows = []
+    scratch = torch.empty(4, dtype=torch.int32, device=_DEVICE)
+    for name in ("3inst", "mcg", "mul1"):
+        for bits in (2, 3, 4, 5, 8):
+            rate = Rate.of(bits)
+            tiles = (1 << 28) // rate.tile_bytes
+            codes = torch.randint(-(2**15), 2**15, (tiles, rate.tile_words16), dtype=torch.int16, device=_DEVICE)
+            for streams in (True, False):
+
+                def launch(
+                    codes: torch.Tensor = codes, name: str = name, rate: Rate = rate, streams: bool = streams
+                ) -> int:
+                    return launch_ceiling(codes, codebook=name, rate=rate, streams=streams, scratch=scratch)
+
+                moved = codes.numel() * 2 if streams else 0
+                case = f"{name} K={rate} {'from memory' if streams else 'from registers'}"
+                rows.append(measure("ceiling", case, [launch], moved, launch()))
     return rows
 
 
@@ -180,6 +210,15 @@ def _reduce_rows() -> list[OpRow]:
     return rows
 
 
+_GROUPS: dict[str, Callable[[], list[OpRow]]] = {
+    "rotate": _rotate_rows,
+    "pack": _pack_rows,
+    "reduce": _reduce_rows,
+    "decode": _decode_rows,
+    "ceiling": _ceiling_rows,
+}
+
+
 def _check_decode() -> None:
     """Kernels are measured only where they are exact."""
     codes = torch.randint(-(2**15), 2**15, (2, 5, 48), dtype=torch.int16, device=_DEVICE)
@@ -200,13 +239,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; or 2 without a CUDA device.
     """
     parser = argparse.ArgumentParser(prog="trellis_kernels.bench.ops")
+    parser.add_argument("--group", action="append", choices=tuple(_GROUPS), help="what to measure; default all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 2
     _check_decode()
-    rows = [*_copy_rows(), *_decode_rows(), *_rotate_rows(), *_pack_rows(), *_reduce_rows()]
+    rows = [*_copy_rows(), *(row for group in options.group or _GROUPS for row in _GROUPS[group]())]
     copy = rows[0].bytes_per_second
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e12:.2f} TB/s")
     for row in rows:

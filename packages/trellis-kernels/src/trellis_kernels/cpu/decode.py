@@ -13,6 +13,7 @@ import torch
 from trellis_format.codebooks import get_codebook
 from trellis_format.rates import STATE_BITS, TILE, Rate
 from trellis_format.tiles import POSITION
+from trellis_kernels.arguments import check_table
 from trellis_kernels.checks import check_device, check_dtype
 from trellis_kernels.errors import KernelValueError
 
@@ -26,9 +27,11 @@ def _table(codebook: str, rate: Rate, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(get_codebook(codebook).table_for(rate).copy()).to(device)
 
 
-def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor) -> torch.Tensor:
+def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, table: str = "auto", out: torch.Tensor) -> torch.Tensor:
     """Decode tiles to the weight in the rotated basis; see `trellis_kernels.ops.decode`."""
     get_codebook(codebook).check_rate(rate)
+    if table != "auto":  # both forms give the same values
+        check_table(table, codebook, rate)
     check_dtype("codes", codes, torch.int16)
     check_dtype("out", out, torch.float16, torch.bfloat16, torch.float32)
     check_device(codes.device, out=out)
@@ -44,12 +47,12 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
     bands = out.view(-1, TILE, n_tiles * TILE) if out.is_contiguous() else None
     if bands is None:
         raise KernelValueError(f"out must be contiguous, got strides {out.stride()}")
-    table = _table(codebook, rate, codes.device)
+    weights = _table(codebook, rate, codes.device)
     place = torch.from_numpy(POSITION).to(codes.device)
     step = max(_CHUNK_TILES // max(n_tiles, 1), 1)
     for first in range(0, rows.shape[0], step):
         states = _states(rows[first : first + step], rate)
-        values = table[states[..., place]].view(*states.shape[:2], TILE, TILE)
+        values = weights[states[..., place]].view(*states.shape[:2], TILE, TILE)
         bands[first : first + step] = values.transpose(1, 2).reshape(-1, TILE, n_tiles * TILE)
     return out
 

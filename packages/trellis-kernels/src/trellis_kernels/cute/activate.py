@@ -57,9 +57,9 @@ def _silu(gate: Float32, up: Float32, constants: Constants) -> Float32:
 def _gelu_tanh(gate: Float32, up: Float32, constants: Constants) -> Float32:
     gate, up = _bounded(gate, up, constants.limit)
     cube = values.multiply(values.multiply(gate, gate), gate)
-    inner = values.multiply(values.fused(cube, Float32(_GELU_CUBIC), gate), Float32(_GELU_SLOPE))
-    half = values.multiply(gate, Float32(0.5))
-    return values.multiply(values.fused(half, cute.math.tanh(inner), half), up)
+    inner = values.multiply(values.fused(cube, Float32(_GELU_CUBIC), gate), Float32(2.0 * _GELU_SLOPE))
+    # (1 + tanh z) / 2 = sigmoid 2z, which loses nothing where the tanh is near -1
+    return values.multiply(values.multiply(gate, _sigmoid(inner)), up)
 
 
 def _situ(gate: Float32, up: Float32, _constants: Constants) -> Float32:

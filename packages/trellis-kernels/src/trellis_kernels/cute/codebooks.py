@@ -14,7 +14,6 @@ from trellis_format.codebooks import get_codebook
 from trellis_format.codebooks.mul1 import BIAS_BITS, BYTE_BASE, SCALE_BITS, Mul1
 from trellis_format.codebooks.summed_halves import FIELD_MASK, FIELD_XOR, MCG, ThreeInst
 from trellis_kernels.cute import primitives
-from trellis_kernels.cute.registry import WITHOUT_DEVICE_DECODE
 from trellis_kernels.errors import KernelUnsupportedError
 
 __all__ = ["DEVICE_CODEBOOKS", "DeviceCodebook", "get_device_codebook"]
@@ -81,17 +80,20 @@ class _Mul1(DeviceCodebook):
 
 
 DEVICE_CODEBOOKS: dict[str, DeviceCodebook] = {codebook.name: codebook for codebook in (_ThreeInst(), _MCG(), _Mul1())}
-"""Every codebook's device side by name; those of `WITHOUT_DEVICE_DECODE` have none."""
+"""The device side of every codebook that is arithmetic alone, by name; `table_codebooks` has the others."""
 
 
 def get_device_codebook(name: str) -> DeviceCodebook:
-    """The device side of the codebook of that name.
+    """The device side of a codebook that is arithmetic alone.
 
     Raises:
         FormatValueError: if there is no such codebook.
-        KernelUnsupportedError: if kernels do not decode it; has the reason.
+        KernelUnsupportedError: if its law needs a table, which takes shared memory that the caller does not set aside.
     """
     known = get_codebook(name).name
-    if known in WITHOUT_DEVICE_DECODE:
-        raise KernelUnsupportedError(f"codebook {known} has no device decode: {WITHOUT_DEVICE_DECODE[known]}")
+    if known not in DEVICE_CODEBOOKS:
+        raise KernelUnsupportedError(
+            f"codebook {known} needs a table in shared memory, which only the decode op sets aside; "
+            f"without one: {', '.join(DEVICE_CODEBOOKS)}"
+        )
     return DEVICE_CODEBOOKS[known]

@@ -7,9 +7,14 @@ skipped where the persistent cache has the kernel.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -70,20 +75,50 @@ def _compile(key: KernelKey) -> Kernel:
     return kernel
 
 
-def precompile(keys: Iterable[KernelKey]) -> None:
+def precompile(
+    keys: Iterable[KernelKey], *, jobs: int | None = 1, progress: Callable[[int, int], None] | None = None
+) -> None:
     """Make kernels ready to launch: compile each, and put those of this process's device on it.
 
     Args:
         keys: what to compile; keys of other architectures are compiled and no more.
+        jobs: processes that compile, None for one on each CPU.  More than one needs the persistent cache, through which
+            kernels come back; without it this process compiles alone.
+        progress: called after each kernel with how many are done, and of how many.
 
     Raises:
         KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
     """
-    for key in keys:
+    wanted = list(dict.fromkeys(keys))
+    if jobs != 1:
+        _compile_in_processes(wanted, jobs)
+    for done, key in enumerate(wanted, start=1):
         if torch.cuda.is_available() and arch_of_device(torch.cuda.current_device()).name == key.arch:
             _load(key)
         else:
             compile_kernel(key)
+        if progress is not None:
+            progress(done, len(wanted))
+
+
+def _compile_in_processes(keys: list[KernelKey], jobs: int | None) -> None:
+    """Fill the persistent cache with the kernels that it lacks."""
+    cache = _cache()
+    if cache is None:
+        return
+    missing = [key for key in keys if key not in _compiled and not cache.path(key).exists()]
+    workers = min(jobs or os.cpu_count() or 1, len(missing))
+    if workers <= 1:
+        return
+    # a forked child would share the parent's CUDA and MLIR state, so each worker starts clean
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile_into, missing, [cache.folder] * len(missing), [cache.max_bytes] * len(missing)))
+
+
+def _compile_into(key: KernelKey, folder: Path, max_bytes: int) -> None:
+    """Compile one kernel in a worker and leave it in the cache."""
+    use_cache(ObjectCache(folder, max_bytes))
+    compile_kernel(key)
 
 
 def freeze() -> None:
@@ -149,8 +184,16 @@ def _load(key: KernelKey) -> Kernel:
         if key not in _ready:
             kernel: Any = compile_kernel(key)
             kernel.to(None)  # loads the binary, so that a first launch under capture has nothing left to load
+            _load_tables(key)
             _ready[key] = kernel
         return _ready[key]
+
+
+def _load_tables(key: KernelKey) -> None:
+    """Put what else a kernel reads on the device: its module's `load(key)`, if it has one."""
+    load = getattr(sys.modules.get(key.module), "load", None)
+    if load is not None and torch.cuda.is_available():
+        load(key)
 
 
 def _capturing() -> bool:

@@ -11,11 +11,13 @@ store nor the read has a bank conflict, and then writes 16 bytes a lane: 128 con
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 import torch
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_ptr
@@ -25,10 +27,11 @@ from trellis_kernels.cute import compiler, primitives
 from trellis_kernels.cute.archs import arch_of_device, get_arch
 from trellis_kernels.cute.codebooks import get_device_codebook
 from trellis_kernels.cute.keys import VALUE_BYTES, DecodeKey
+from trellis_kernels.cute.table_codebooks import table_codebook
 from trellis_kernels.cute.window import LANES, cut_windows, lane_geometry, plan_cuts
 from trellis_kernels.errors import KernelTypeError, KernelValueError
 
-__all__ = ["build", "decode"]
+__all__ = ["build", "decode", "decode_fragments", "load"]
 
 _WARPS = 4  # of a block; each has its own strip and its own part of shared memory
 _STRIP = 4  # tiles of a strip
@@ -36,6 +39,8 @@ _PIECE = 16  # bytes that a lane moves at once
 _ROW_BYTES = _STRIP * TILE * 2  # of a staged strip, which is fp16 whatever the output is
 _ROW_PIECES = _ROW_BYTES // _PIECE
 _STRIP_BYTES = TILE * _ROW_BYTES
+_COMPACT_TABLE_BLOCKS, _FULL_TABLE_BLOCKS = 8, 3  # of a multiprocessor
+_RESERVED_BYTES = 1024  # of a block's shared memory that the system keeps from sm_90 on
 _MAX_GRID_X = 2**31 - 1
 _MAX_GRID_Y = 65535  # which also keeps every offset inside a tile row below 2^31 bytes
 
@@ -61,10 +66,20 @@ def _load_strip(g_row: Int64, first: Int32, n_tiles: Int32, lane: Int32, rate: R
     return [[primitives.load_global_word(g_row + Int64(tile + offset)) for offset in offsets] for tile in tiles]
 
 
-def _decode_fragments(raw: list[Uint32], lane: Int32, rate: Rate, codebook: str) -> list[Uint32]:
+def decode_fragments(
+    raw: list[Uint32], lane: Int32, rate: Rate, codebook: str, s_table: Int32, table: str = "compact"
+) -> list[Uint32]:
     """Ring words to four fp16 fragments: input rows {0, 8} + 2*(lane % 4), output columns lane // 4 + {0, 8}.
 
     Fragment p holds rows of half p % 2 and columns of half p // 2; its low half is the even row.
+
+    Args:
+        raw: the lane's ring words, counted backwards from the one where its bits end.
+        lane: lane of the warp.
+        rate: K.
+        codebook: its name.
+        s_table: address of the codebook's table in shared memory, if it has one.
+        table: form of that table.
     """
     geometry = lane_geometry(rate)
     words: list[Uint32] = raw
@@ -80,8 +95,12 @@ def _decode_fragments(raw: list[Uint32], lane: Int32, rate: Rate, codebook: str)
         funnel_right=primitives.funnel_right,
         permute=primitives.permute_bytes,
     )
+    pairs = [(states[2 * pair], states[2 * pair + 1]) for pair in range(4)]
+    tabled = table_codebook(codebook, table)
+    if tabled is not None:
+        return [tabled.decode_pair(first, second, rate, s_table) for first, second in pairs]
     law = get_device_codebook(codebook)
-    return [law.decode_pair(states[2 * pair], states[2 * pair + 1]) for pair in range(4)]
+    return [law.decode_pair(first, second) for first, second in pairs]
 
 
 def _stage_tile(s_strip: Int32, index: int, fragments: list[Uint32], lane: Int32, has_stmatrix: bool) -> None:
@@ -134,10 +153,13 @@ def _decode_strip(
     codebook: str,
     out_dtype: str,
     has_stmatrix: bool,
+    s_table: Int32,
+    table: str,
 ) -> None:
     raw = _load_strip(g_codes, first, n_tiles, lane, rate)
     for index in range(_STRIP):
-        _stage_tile(s_strip, index, _decode_fragments(raw[index], lane, rate, codebook), lane, has_stmatrix)
+        fragments = decode_fragments(raw[index], lane, rate, codebook, s_table, table)
+        _stage_tile(s_strip, index, fragments, lane, has_stmatrix)
     primitives.sync_warp()
     _write_strip(g_out, s_strip, first, n_tiles, lane, out_dtype)
 
@@ -146,32 +168,72 @@ def _decode_strip(
 def _decode_kernel(
     codes: cute.Pointer,
     out: cute.Pointer,
+    g_table: Int64,
+    tile_rows: Int32,
     n_tiles: Int32,
     half_bits: Constexpr,
     codebook: Constexpr,
     out_dtype: Constexpr,
+    table: Constexpr,
     has_stmatrix: Constexpr,
 ):
     thread, _, _ = cute.arch.thread_idx()
-    tile_row, group, _ = cute.arch.block_idx()
+    first_row, first_group, _ = cute.arch.block_idx()
+    rows_at_once, groups_at_once, _ = cute.arch.grid_dim()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
     staging = cute.arch.alloc_smem(Uint32, _WARPS * _STRIP_BYTES // 4, _ROW_BYTES)
+    s_strip = staging.toint() + warp * _STRIP_BYTES
     rate = Rate(half_bits)
-    first = (group * _WARPS + warp) * _STRIP
-    if first < n_tiles:
-        _decode_strip(
-            codes.toint() + Int64(tile_row) * Int64(n_tiles * rate.tile_bytes),
-            out.toint() + Int64(tile_row) * Int64(n_tiles * (TILE * TILE * VALUE_BYTES[out_dtype])),
-            staging.toint() + warp * _STRIP_BYTES,
-            first,
-            n_tiles,
-            lane,
-            rate,
-            codebook,
-            out_dtype,
-            has_stmatrix,
-        )
+    row_bytes = TILE * TILE * VALUE_BYTES[out_dtype]
+    tabled = table_codebook(codebook, table)
+    if cutlass.const_expr(tabled is None):
+        first = (first_group * _WARPS + warp) * _STRIP
+        if first < n_tiles:
+            _decode_strip(
+                codes.toint() + Int64(first_row) * Int64(n_tiles * rate.tile_bytes),
+                out.toint() + Int64(first_row) * Int64(n_tiles * row_bytes),
+                s_strip,
+                first,
+                n_tiles,
+                lane,
+                rate,
+                codebook,
+                out_dtype,
+                has_stmatrix,
+                Int32(0),
+                table,
+            )
+    else:
+        # filling the table costs as much as decoding a few strips, so blocks stay and take many
+        words = tabled.words.size
+        if cutlass.const_expr(table == "full"):
+            s_table = cutlass.memory.SmemAllocator().allocate(words * 4, _PIECE).toint()
+        else:
+            s_table = cute.arch.alloc_smem(Uint32, words, _PIECE).toint()
+        for piece in cutlass.range(thread, words * 4 // _PIECE, _WARPS * LANES, unroll=4):
+            primitives.copy_to_shared(s_table + piece * _PIECE, g_table + Int64(piece * _PIECE))
+        cute.arch.sync_threads()
+        groups = (n_tiles + _WARPS * _STRIP - 1) // (_WARPS * _STRIP)
+        for tile_row in cutlass.range(first_row, tile_rows, rows_at_once, unroll=1):
+            for group in cutlass.range(first_group, groups, groups_at_once, unroll=1):
+                first = (group * _WARPS + warp) * _STRIP
+                if first < n_tiles:
+                    _decode_strip(
+                        codes.toint() + Int64(tile_row) * Int64(n_tiles * rate.tile_bytes),
+                        out.toint() + Int64(tile_row) * Int64(n_tiles * row_bytes),
+                        s_strip,
+                        first,
+                        n_tiles,
+                        lane,
+                        rate,
+                        codebook,
+                        out_dtype,
+                        has_stmatrix,
+                        s_table,
+                        table,
+                    )
+                primitives.sync_warp()  # the strip is written out before the next one is staged over it
 
 
 # ------------------------------------------------------------------------------------------------------ host
@@ -179,16 +241,20 @@ def _decode_kernel(
 def _decode_host(
     codes: cute.Pointer,
     out: cute.Pointer,
+    g_table: Int64,
     tile_rows: Int32,
     n_tiles: Int32,
+    grid_rows: Int32,
+    grid_groups: Int32,
     half_bits: Constexpr,
     codebook: Constexpr,
     out_dtype: Constexpr,
+    table: Constexpr,
     has_stmatrix: Constexpr,
     stream: cuda.CUstream,
 ):
-    _decode_kernel(codes, out, n_tiles, half_bits, codebook, out_dtype, has_stmatrix).launch(
-        grid=[tile_rows, (n_tiles + _WARPS * _STRIP - 1) // (_WARPS * _STRIP), 1],
+    _decode_kernel(codes, out, g_table, tile_rows, n_tiles, half_bits, codebook, out_dtype, table, has_stmatrix).launch(
+        grid=[grid_rows, grid_groups, 1],
         block=[_WARPS * LANES, 1, 1],
         stream=stream,
     )
@@ -208,23 +274,24 @@ def build(key: DecodeKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (codes pointer, out pointer, tile rows, n tiles, stream).
+        A callable of (codes pointer, out pointer, table address, tile rows, n tiles, grid rows, grid groups, stream).
     """
     return cute.compile(
         _decode_host,
         *_pointers(0, 0),
-        Int32(1),
-        Int32(1),
+        Int64(0),
+        *(Int32(1) for _ in range(4)),
         key.half_bits,
         key.codebook,
         key.out_dtype,
+        key.table,
         get_arch(key.arch).has_stmatrix,
         cuda.CUstream(0),
         options=options,
     )
 
 
-def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor) -> torch.Tensor:
+def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, table: str = "auto", out: torch.Tensor) -> torch.Tensor:
     """Decode tiles to the weight in the rotated basis, on the current stream of their device.
 
     Values are those of `trellis_format.tiles.decode_inner`, bit for bit in float16 and float32, and rounded to nearest
@@ -235,6 +302,7 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
             n tiles, and at most 2^31 - 1 tile rows over all leading axes.
         codebook: name of the codebook.
         rate: K.
+        table: form of the codebook's table: `compact`, `full`, or `auto`, which is compact.
         out: `[..., 16*k_tiles, 16*n_tiles]` float16, bfloat16 or float32, contiguous, on the same device, 16-byte
             aligned.  Every element is written.
 
@@ -243,7 +311,8 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
 
     Raises:
         KernelTypeError: if a dtype or a device is wrong.
-        KernelValueError: if a shape, a stride or an alignment is wrong.
+        KernelValueError: if a shape, a stride or an alignment is wrong, there is no such table, or it does not fit the
+            shared memory of a block.
         FormatValueError: if the codebook is unknown, or K not legal for it.
         KernelUnsupportedError: if the device's architecture is not one that kernels are compiled for.
         ColdKernelError: if the kernel is not ready and may not be compiled, frozen or under capture.
@@ -255,7 +324,9 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
         codebook=codebook,
         half_bits=rate.half_bits,
         out_dtype=out_dtype,
+        table="compact" if table == "auto" else table,
     )
+    _check_shared(key, codes.device.index)
     if codes.numel() == 0:
         return out
     tile_rows = codes.numel() // (n_tiles * rate.tile_words16)
@@ -263,8 +334,54 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, out: torch.Tensor)
     with torch.cuda.device(codes.device):
         kernel = compiler.ready(key)
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        kernel(*_pointers(codes.data_ptr(), out.data_ptr()), tile_rows, n_tiles, stream)
+        kernel(
+            *_pointers(codes.data_ptr(), out.data_ptr()),
+            _table_address(key, codes.device.index),
+            tile_rows,
+            n_tiles,
+            *_grid(key, codes.device.index, tile_rows, n_tiles),
+            stream,
+        )
     return out
+
+
+def load(key: DecodeKey) -> None:
+    """Put the table of a key's codebook on the current device, so that a launch has nothing left to copy."""
+    _table_address(key, torch.cuda.current_device() if table_codebook(key.codebook, key.table) else 0)
+
+
+def _table_address(key: DecodeKey, device: int) -> int:
+    if table_codebook(key.codebook, key.table) is None:
+        return 0
+    return _table_tensor(key.codebook, key.table, device).data_ptr()
+
+
+@cache  # a table stays, because graphs that were captured with it may be replayed at any time
+def _table_tensor(codebook: str, table: str, device: int) -> torch.Tensor:
+    tabled = table_codebook(codebook, table)
+    assert tabled is not None
+    return torch.from_numpy(tabled.words.view(np.int32)).to(torch.device("cuda", device))
+
+
+def _grid(key: DecodeKey, device: int, tile_rows: int, n_tiles: int) -> tuple[int, int]:
+    """Blocks over tile rows and over groups of strips; with a table, no more than the device holds at once."""
+    groups = -(-n_tiles // (_WARPS * _STRIP))
+    if table_codebook(key.codebook, key.table) is None:
+        return tile_rows, groups
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks = processors * (_FULL_TABLE_BLOCKS if key.table == "full" else _COMPACT_TABLE_BLOCKS)
+    rows = min(tile_rows, blocks)
+    return rows, min(groups, max(blocks // rows, 1))
+
+
+def _check_shared(key: DecodeKey, device: int) -> None:
+    """Refuse a table that the device cannot hold; compact ones fit wherever kernels run."""
+    wanted = key.dynamic_shared_bytes + _WARPS * _STRIP_BYTES + _RESERVED_BYTES
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if key.table == "full" and wanted > limit:
+        raise KernelValueError(
+            f"a full table takes {wanted} bytes of shared memory, a block of cuda:{device} has {limit}; take compact"
+        )
 
 
 def _check_tensors(codes: torch.Tensor, rate: Rate, out: torch.Tensor) -> str:

@@ -19,15 +19,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64, Uint32
-
 from trellis_format.rates import Rate
+
 from trellis_kernels.cute import gemm_primitives, primitives
 from trellis_kernels.cute.codebooks import get_device_codebook
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, share_of
 
-__all__ = ["accumulate", "lane_offset", "sum_chains"]
+__all__ = ["ROW_STEP_BYTES", "accumulate", "consume", "lane_offset", "multiply_cost", "row_words", "sum_chains"]
 
-_ROW_STEP_BYTES = 2 * STEP_CHANNELS
+ROW_STEP_BYTES = 2 * STEP_CHANNELS
+"""Bytes of a step of one row, in either arithmetic."""
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -48,8 +49,16 @@ def load_share(r_words: Any, stage: int, g_share: Int64, share: Share) -> None:
                 r_words[stage, piece * share.words + first + index] = loaded[index]
 
 
+def multiply_cost(codebook: str, arithmetic: str) -> float:
+    """Of a shift by multiplication against a funnel shift.
+
+    The pipe of permutes, shifts and logic is the bottleneck except for exact mul1, which multiplies as much.
+    """
+    return 0.9 if codebook == "mul1" and arithmetic == "exact" else 0.4
+
+
 def row_words(arithmetic: str) -> int:
-    """Words of a step of the B operand of one product: 16 channels of a row as fp16, or one of its two bytes of each."""
+    """Words of a step of one product's B operand: 16 channels of a row in fp16, or one of the two bytes of each."""
     return 8 if arithmetic == "exact" else 4
 
 
@@ -57,7 +66,7 @@ def load_rows(r_rows: Any, stage: int, g_rows: Any, step: Int32, columns: int, a
     """Issue the loads of one step of the B operand of each product."""
     for column in range(columns):
         for first in range(0, row_words(arithmetic), 4):
-            g_load = g_rows[column] + Int64(step * _ROW_STEP_BYTES + 4 * first)
+            g_load = g_rows[column] + Int64(step * ROW_STEP_BYTES + 4 * first)
             loaded = gemm_primitives.load_words(g_load, 4, read_only=False)
             for index in range(4):
                 r_rows[stage, column, first + index] = loaded[index]
@@ -72,15 +81,29 @@ def states_of(words: list[Uint32], share: Share, lane: Int32) -> Iterator[Uint32
     before = (lane ^ 4) if share.is_wide else ((lane - 4) & 31)
     backwards = [*reversed(words), gemm_primitives.pull_from_lane(words[-1], before)]
     return cut_in_turn(
-        backwards, share.cuts, funnel_right=primitives.funnel_right, permute=primitives.permute_bytes
+        backwards,
+        share.windows,
+        funnel_right=primitives.funnel_right,
+        multiply=lambda word, factor: primitives.multiply_add(word, factor, 0),
+        permute=primitives.permute_bytes,
     )
 
 
-def consume_exact(r_sums: Any, words: list[Uint32], r_rows: Any, stage: int, piece: int, share: Share, lane: Int32, codebook: str, columns: int) -> None:
+def consume_exact(
+    r_sums: Any,
+    words: list[Uint32],
+    r_rows: Any,
+    stage: int,
+    piece: int,
+    share: Share,
+    lane: Int32,
+    codebook: str,
+    columns: int,
+) -> None:
     """Decode one piece to fp16 fragments, four for each output channel, and add their products to the sums."""
     law = get_device_codebook(codebook)
     states = states_of(words, share, lane)
-    for place in range(len(share.cuts) // 8):
+    for place in range(len(share.windows) // 8):
         channel, quarter = piece * share.columns + place // 4, place % 4
         pairs = [law.decode_pair(next(states), next(states)) for _ in range(4)]
         # pairs lie as (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8); the operand wants both n before the next k
@@ -90,7 +113,17 @@ def consume_exact(r_sums: Any, words: list[Uint32], r_rows: Any, stage: int, pie
             _add(gemm_primitives.multiply_halves, r_sums, (channel, column, 0), fragment, rows)
 
 
-def consume_bytes(r_sums: Any, words: list[Uint32], r_rows: Any, stage: int, piece: int, share: Share, lane: Int32, codebook: str, columns: int) -> None:
+def consume_bytes(
+    r_sums: Any,
+    words: list[Uint32],
+    r_rows: Any,
+    stage: int,
+    piece: int,
+    share: Share,
+    lane: Int32,
+    codebook: str,
+    columns: int,
+) -> None:
     """Hash the windows of one piece and add their byte products to the sums.
 
     A hash is one register of an operand of 16 output channels by 8 input channels, so the 8 hashes of a place are two
@@ -99,7 +132,7 @@ def consume_bytes(r_sums: Any, words: list[Uint32], r_rows: Any, stage: int, pie
     """
     law = get_device_codebook(codebook)
     states = states_of(words, share, lane)
-    for place in range(len(share.cuts) // 8):
+    for place in range(len(share.windows) // 8):
         channel, quarter = piece * share.columns + place // 4, place % 4
         hashes = [law.hash(next(states)) for _ in range(8)]
         for half in range(2):
@@ -137,11 +170,11 @@ def sum_chains(columns: int, arithmetic: str) -> int:
 def accumulate(
     r_sums: cute.Tensor,
     g_strip: Int64,
-    g_rows: cute.Tensor,
     first: Int32,
     end: Int32,
     stride: Int32,
     lane: Int32,
+    find_rows: Constexpr,
     half_bits: Constexpr,
     codebook: Constexpr,
     n_tiles: Constexpr,
@@ -151,20 +184,24 @@ def accumulate(
 ):
     """Add steps first, first + stride, ... below end to the sums `[4 output channels, columns, chains, 4]`.
 
-    `g_strip` is the strip's first tile of step 0, `g_rows[column]` this lane's row and 16 channels of step 0.
+    `g_strip` is the strip's first tile of step 0.  `find_rows(columns)` gives the address of this lane's row and 16
+    channels of step 0 for each column; it is called once the first weights are on their way, so that it may wait.
     """
     rate = Rate(half_bits)
-    share = share_of(rate)
+    share = share_of(rate, multiply_cost(codebook, arithmetic))
     step_bytes = STEP_TILES * n_tiles * rate.tile_bytes
     g_share = g_strip + Int64(lane_offset(rate, n_tiles, lane))
-    # Rows come from the L1 after the first warp has read them; beyond one column registers are dearer than that latency.
+    # Rows come from the L1 after the first warp has read them; beyond one column registers are dearer than that wait.
     row_stages = stages if columns == 1 else 1
     r_words = cute.make_rmem_tensor(cute.make_layout((stages, share.step_words)), Uint32)
     r_rows = cute.make_rmem_tensor(cute.make_layout((row_stages, columns, row_words(arithmetic))), Uint32)
     for stage in cutlass.range_constexpr(stages):
         ahead = cutlass.min(first + stage * stride, end - 1)
         load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
-        if cutlass.const_expr(row_stages > 1):
+    g_rows = find_rows(columns)
+    if cutlass.const_expr(row_stages > 1):
+        for stage in cutlass.range_constexpr(stages):
+            ahead = cutlass.min(first + stage * stride, end - 1)
             load_rows(r_rows, stage, g_rows, ahead, columns, arithmetic)
     rounds = (end - first + stride * stages - 1) // (stride * stages)
     for turn in cutlass.range(rounds, unroll=1):

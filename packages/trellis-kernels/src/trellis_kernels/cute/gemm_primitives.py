@@ -18,8 +18,11 @@ __all__ = [
     "choose",
     "clamp_above",
     "clamp_below",
+    "commit_copies",
+    "copy_to_shared",
     "exp2",
     "fence_device",
+    "fetch_to_l2",
     "float_from",
     "float_to",
     "floats_from",
@@ -27,10 +30,12 @@ __all__ = [
     "lane_swap",
     "larger",
     "load_floats",
+    "load_fresh_ints",
+    "load_fresh_longs",
     "load_fresh_words",
     "load_half",
-    "load_longs",
     "load_ints",
+    "load_longs",
     "load_shared_floats",
     "load_shared_int",
     "load_shared_ints",
@@ -48,8 +53,11 @@ __all__ = [
     "store_half",
     "store_shared_floats",
     "store_shared_int",
+    "store_shared_words",
     "store_words",
     "swap_int",
+    "wait_for_copies",
+    "wait_for_counter",
 ]
 
 _VECTOR = {1: "", 2: ".v2", 4: ".v4"}
@@ -102,6 +110,45 @@ def load_longs(address: Int64, count: int) -> list[Int64]:
     return _load("global.nc", "s64", [Int64] * count, address)
 
 
+def load_fresh_longs(address: Int64, count: int) -> list[Int64]:
+    """1 or 2 consecutive 64-bit integers of global memory, past the L1."""
+    return _load("global.cg", "s64", [Int64] * count, address)
+
+
+def load_fresh_ints(address: Int64, count: int) -> list[Int32]:
+    """1, 2 or 4 consecutive 32-bit integers of global memory, past the L1."""
+    return _load("global.cg", "s32", [Int32] * count, address)
+
+
+def fetch_to_l2(address: Int64) -> None:
+    """Bring the line of an address into the L2; nothing waits for it."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+def copy_to_shared(s_target: Int32, address: Int64, size: int) -> None:
+    """Start a copy of 4, 8 or 16 bytes from global memory; both addresses are multiples of them."""
+    cute.arch.inline_ptx(f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size};", read_only_args=[s_target, address])
+
+
+def commit_copies() -> None:
+    """Close a group of copies; an empty group counts."""
+    cute.arch.inline_ptx("cp.async.commit_group;")
+
+
+def wait_for_copies(groups: int) -> None:
+    """Wait until at most that many of this thread's last groups are under way."""
+    cute.arch.inline_ptx(f"cp.async.wait_group {groups};")
+
+
+def wait_for_counter(address: Int64, target: int) -> None:
+    """Return once a 32-bit counter in global memory holds the target; later accesses see what its writers wrote."""
+    cute.arch.inline_ptx(
+        "{.reg .pred p; .reg .b32 v; AGAIN: ld.acquire.gpu.global.b32 v, [{$r0}]; "
+        f"setp.ne.s32 p, v, {target}; @p nanosleep.u32 40; @p bra AGAIN;}}",
+        read_only_args=[address],
+    )
+
+
 def load_floats(address: Int64, count: int, *, bypass_l1: bool = False) -> list[Float32]:
     """1, 2 or 4 consecutive fp32 values of global memory; `bypass_l1` sees what other SMs have just written."""
     return _load("global.cg" if bypass_l1 else "global", "f32", [Float32] * count, address)
@@ -132,7 +179,8 @@ def store_half(address: Int64, bits: Uint32, predicate: Boolean | None = None) -
     cute.arch.inline_ptx(
         "{.reg .b16 a, b; mov.b32 {a, b}, {$r1}; st.global.b16 [{$r0}], a;}"
         if predicate is None
-        else "{.reg .pred q; .reg .b16 a, b; setp.ne.u32 q, {$r2}, 0; mov.b32 {a, b}, {$r1}; @q st.global.b16 [{$r0}], a;}",
+        else "{.reg .pred q; .reg .b16 a, b; setp.ne.u32 q, {$r2}, 0; mov.b32 {a, b}, {$r1}; "
+        "@q st.global.b16 [{$r0}], a;}",
         read_only_args=[address, bits] if predicate is None else [address, bits, Uint32(predicate)],
     )
 
@@ -150,6 +198,11 @@ def load_shared_ints(address: Int32, count: int) -> list[Int32]:
 def store_shared_floats(address: Int32, values: list[Float32]) -> None:
     """1, 2 or 4 consecutive fp32 values to shared memory."""
     _store("shared", "f32", address, values)
+
+
+def store_shared_words(address: Int32, words: list[Uint32]) -> None:
+    """1, 2 or 4 consecutive words to shared memory."""
+    _store("shared", "b32", address, words)
 
 
 def load_shared_int(address: Int32) -> Int32:
@@ -243,9 +296,10 @@ def floats_from(word: Uint32, dtype: str) -> list[Float32]:
 def float_from(word: Uint32, dtype: str, half: int) -> Float32:
     """One value of a word: half 0 or 1 of `float16` or `bfloat16`, or the whole word of `float32`."""
     if dtype == "float16":
-        code = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, %s;}" % "ab"[half]
+        code = f"{{.reg .b16 a, b; mov.b32 {{a, b}}, $1; cvt.f32.f16 $0, {'ab'[half]};}}"
     elif dtype == "bfloat16":
-        code = "{.reg .b32 x; %s mov.b32 $0, x;}" % ("shl.b32 x, $1, 16;", "and.b32 x, $1, 0xFFFF0000;")[half]
+        move = ("shl.b32 x, $1, 16;", "and.b32 x, $1, 0xFFFF0000;")[half]
+        code = f"{{.reg .b32 x; {move} mov.b32 $0, x;}}"
     else:
         code = "mov.b32 $0, $1;"
     return _pure(code, "f", "r", Uint32(word))
@@ -301,9 +355,7 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], c: list[Int32]) -> list[Int
 
 def local_id(low: Uint32, high: Uint32, experts: int) -> Int32:
     """An id of two words if it is below the number of experts, else -1."""
-    code = (
-        "{.reg .pred p; setp.lt.u32 p, $1, %d; setp.eq.and.u32 p, $2, 0, p; selp.b32 $0, $1, -1, p;}" % experts
-    )
+    code = f"{{.reg .pred p; setp.lt.u32 p, $1, {experts}; setp.eq.and.u32 p, $2, 0, p; selp.b32 $0, $1, -1, p;}}"
     return Int32(_pure(code, "r", "rr", Uint32(low), Uint32(high)))
 
 

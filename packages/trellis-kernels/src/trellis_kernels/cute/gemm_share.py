@@ -1,4 +1,4 @@
-"""Owns which ring words a lane decodes in a GEMM step, and the cheapest cuts of its windows.  It must not know `cutlass`.
+"""Owns which ring words a lane decodes in a GEMM step, and how it cuts its windows.  It must not know `cutlass`.
 
 A warp multiplies strips: four neighbouring tiles of a tile row, 64 output channels.  A step takes the four tile rows
 that hold 64 input channels.  Lane 4g + t reads tile row t; what it reads of the strip is its share:
@@ -15,12 +15,14 @@ where lanes would be 64 or 128 bytes apart; those take the narrow share, whose l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
 from trellis_format.rates import Rate
+
 from trellis_kernels.cute.window import Cut
 
 __all__ = [
@@ -29,11 +31,14 @@ __all__ = [
     "STRIP_CHANNELS",
     "STRIP_TILES",
     "Share",
+    "Source",
+    "Window",
     "cover_cuts",
-    "cut_windows",
+    "cover_windows",
+    "cut_in_turn",
     "share_of",
-    "shift_count",
-]  # fmt: skip
+    "shift_counts",
+]
 
 STRIP_TILES = 4
 """Tiles of a strip, along the output channels."""
@@ -51,6 +56,30 @@ Word = TypeVar("Word")
 
 
 @dataclass(frozen=True)
+class Source:
+    """A register that a window takes bytes from.
+
+    Words counted backwards from the end of the piece are the digits of a little-endian integer N.
+
+    Attributes:
+        start: bit of N at which the register starts; a multiple of 32 is a word as it was read.
+        is_multiplied: made by a multiplication, so that its lowest byte is not of N.
+    """
+
+    start: int
+    is_multiplied: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """One state as a byte permute of two registers, which may be one; the result is the state, twice."""
+
+    low: Source
+    high: Source
+    selector: int
+
+
+@dataclass(frozen=True)
 class Share:
     """What one lane reads of one step of a strip.
 
@@ -62,7 +91,7 @@ class Share:
         load_words: words of one load; its bytes divide every address.
         columns: output channels (with their partners) of a piece.
         lane_bytes: bytes between the pieces of neighbouring g.
-        cuts: the windows of a piece, in ring order.
+        windows: the windows of a piece, in ring order.
     """
 
     rate: Rate
@@ -72,7 +101,7 @@ class Share:
     load_words: int
     columns: int
     lane_bytes: int
-    cuts: tuple[Cut, ...]
+    windows: tuple[Window, ...]
 
     @property
     def step_words(self) -> int:
@@ -87,8 +116,8 @@ class Share:
 
 
 @lru_cache
-def share_of(rate: Rate) -> Share:
-    """The share at one rate."""
+def share_of(rate: Rate, multiply_cost: float = 1.0) -> Share:
+    """The share at one rate; `multiply_cost` as in `cover_windows`."""
     is_wide = rate.bits not in (4, 8)
     pieces, columns = (1, 4) if is_wide else (STRIP_TILES, 1)
     positions = columns * _COLUMN_POSITIONS
@@ -96,59 +125,103 @@ def share_of(rate: Rate) -> Share:
     ends = rate.ends()[:positions]  # half rates repeat every two positions, so every piece is like the first
     lags = tuple(words * _WORD - int(end) for end in ends)
     load_words = next(count for count in (4, 2, 1) if words % count == 0)
-    return Share(rate, is_wide, pieces, words, load_words, columns, words * _WORD_BYTES, cover_cuts(lags))
+    windows = cover_windows(lags, multiply_cost)
+    return Share(rate, is_wide, pieces, words, load_words, columns, words * _WORD_BYTES, windows)
 
 
-def cover_cuts(lags: Sequence[int]) -> tuple[Cut, ...]:
-    """Choose the fewest shifted words that hold both bytes of every window.
+def cover_windows(lags: Sequence[int], multiply_cost: float = 1.0) -> tuple[Window, ...]:
+    """Choose the cheapest shifted words that hold both bytes of every window.
 
     Windows whose lags agree modulo 8 share shifted words.  A byte permute takes its bytes from any two of them, so the
-    question is to cover the bytes that are needed with runs of four; taking the lowest uncovered byte as the start of
-    the next run is optimal.  Windows at whole bytes take the ring words as they were read.
+    question is to cover the bytes that are needed.  A funnel shift makes any run of four.  A multiplication by a power
+    of two makes the three that lie inside one ring word, as bytes 1 to 3 of a word that starts one byte before it, and
+    spares the pipe that permutes and shifts.  Windows at whole bytes take the ring words as they were read.
 
     Args:
         lags: bits from the end of each window to bit 0 of word 0, not negative.
+        multiply_cost: of a multiplication, where a funnel shift costs 1.
 
     Returns:
-        One cut for each lag, in the order given.
+        One window for each lag, in the order given.
     """
-    places: dict[int, tuple[int, int]] = {}
+    places: dict[int, tuple[Source, int]] = {}
     for phase in range(_BYTE):
         needed = sorted({byte for lag in lags if lag % _BYTE == phase for byte in (lag // _BYTE, lag // _BYTE + 1)})
-        start: int | None = None
-        for byte in needed:
-            if phase == 0:
-                start = byte // _WORD_BYTES * _WORD_BYTES
-            elif start is None or byte - start >= _WORD_BYTES:
-                start = byte
-            places[byte * _BYTE + phase] = (start * _BYTE + phase, byte - start)
-    return tuple(_cut(places[lag], places[lag + _BYTE]) for lag in lags)
+        if phase == 0:
+            runs = [(byte // _WORD_BYTES * _WORD_BYTES, False) for byte in needed]
+        else:
+            runs = _cover(needed, multiply_cost)
+        for byte, (first, is_multiplied) in zip(needed, runs, strict=True):
+            places[byte * _BYTE + phase] = (Source(first * _BYTE + phase, is_multiplied), byte - first)
+    return tuple(_window(places[lag], places[lag + _BYTE]) for lag in lags)
 
 
-def _cut(low: tuple[int, int], high: tuple[int, int]) -> Cut:
+def cover_cuts(lags: Sequence[int]) -> tuple[Cut, ...]:
+    """As `cover_windows` without multiplications, as the cuts of `window.cut_windows`."""
+    windows = cover_windows(lags, math.inf)
+    return tuple(Cut(window.low.start, window.high.start, window.selector) for window in windows)
+
+
+def _cover(needed: list[int], multiply_cost: float) -> list[tuple[int, bool]]:
+    """For each needed byte of one phase, ascending: first byte of the register it is taken from, and its kind."""
+    best: list[tuple[float, list[tuple[int, bool]]]] = [(0.0, [])]  # over the bytes from each on, from the last
+    for index in range(len(needed) - 1, -1, -1):
+        byte = needed[index]
+        word = byte // _WORD_BYTES * _WORD_BYTES
+        options = [(1.0, (byte, False), byte + _WORD_BYTES)]
+        if byte < word + 3:
+            options.append((multiply_cost, (word - 1, True), word + 3))
+        choices = []
+        for cost, run, end in options:
+            count = sum(value < end for value in needed[index:])
+            rest = best[len(best) - count]
+            choices.append((cost + rest[0], [run] * count + rest[1]))
+        best.append(min(choices, key=lambda choice: choice[0]))
+    return best[-1][1]
+
+
+def _window(low: tuple[Source, int], high: tuple[Source, int]) -> Window:
     second = high[1] if high[0] == low[0] else high[1] + _WORD_BYTES  # bytes 4..7 are the permute's second source
-    return Cut(low=low[0], high=high[0], selector=0x0101 * (low[1] | second << 4))
+    return Window(low[0], high[0], selector=0x0101 * (low[1] | second << 4))
+
+
+def shift_counts(windows: Sequence[Window]) -> tuple[int, int]:
+    """Funnel shifts and multiplications that a plan costs on top of one permute for each window."""
+    sources = {source for window in windows for source in (window.low, window.high) if source.start % _WORD}
+    multiplied = sum(source.is_multiplied for source in sources)
+    return len(sources) - multiplied, multiplied
 
 
 def cut_in_turn(
     words: Sequence[Word],
-    cuts: Sequence[Cut],
+    windows: Sequence[Window],
     *,
     funnel_right: Callable[[Word, Word | None, int], Word],
+    multiply: Callable[[Word, int], Word],
     permute: Callable[[Word, Word, int], Word],
 ) -> Iterator[Word]:
-    """Carry out a plan window by window, each shifted word made where it is first needed.
+    """Carry out a plan window by window, each register made where it is first needed.
 
-    As `cut_windows`, whose 128 results at once would be 128 live registers for a compiler to undo.
+    All 128 results at once would be 128 live registers for a compiler to undo.
+
+    Args:
+        words: 32-bit words of N, word 0 first.
+        windows: the plan.
+        funnel_right: `(low, high, shift)` to the low 32 bits of `high:low >> shift`; high is None past the last word.
+        multiply: `(word, factor)` to the product modulo 2^32.
+        permute: `(low, high, selector)` to the four bytes that the selector's nibbles choose.
     """
-    registers: dict[int, Word] = {}
+    registers: dict[Source, Word] = {}
 
-    def register(start: int) -> Word:
-        if start not in registers:
-            word, shift = divmod(start, _WORD)
+    def register(source: Source) -> Word:
+        if source not in registers:
+            word, shift = divmod(source.start, _WORD)
             above = words[word + 1] if word + 1 < len(words) else None
-            registers[start] = funnel_right(words[word], above, shift) if shift else words[word]
-        return registers[start]
+            if source.is_multiplied:
+                registers[source] = multiply(words[word + 1], 1 << (_WORD - shift))
+            else:
+                registers[source] = funnel_right(words[word], above, shift) if shift else words[word]
+        return registers[source]
 
-    for cut in cuts:
-        yield permute(register(cut.low), register(cut.high), cut.selector)
+    for window in windows:
+        yield permute(register(window.low), register(window.high), window.selector)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trellis_format.codebooks import get_codebook
+from trellis_format.codebooks import STATES, get_codebook
 from trellis_format.rates import Rate
+from trellis_kernels.arguments import check_table
 from trellis_kernels.cute.archs import get_arch
 from trellis_kernels.errors import KernelValueError
 
@@ -55,10 +56,12 @@ class DecodeKey(KernelKey):
         codebook: name of the codebook.
         half_bits: the rate as the integer 2K.
         out_dtype: `float16` (exact), `bfloat16` (one more rounding) or `float32` (exact).
+        table: form of the codebook's table, `compact` or `full`; both give the same bits.
 
     Raises:
         FormatValueError: if the codebook is unknown or 2K is not legal for it.
-        KernelValueError: if the target or the dtype is unknown.
+        KernelValueError: if the target, the dtype or the form is unknown, or a full table is asked for that there is
+            not.
     """
 
     kernel: ClassVar[str] = "decode"
@@ -67,10 +70,12 @@ class DecodeKey(KernelKey):
     codebook: str
     half_bits: int
     out_dtype: str
+    table: str = "compact"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         get_codebook(self.codebook).check_rate(Rate(self.half_bits))
+        check_table(self.table, self.codebook, Rate(self.half_bits))
         if self.out_dtype not in VALUE_BYTES:
             raise KernelValueError(f"decode cannot write {self.out_dtype!r}; known dtypes: {', '.join(VALUE_BYTES)}")
 
@@ -80,4 +85,9 @@ class DecodeKey(KernelKey):
         return Rate(self.half_bits)
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.arch} {self.codebook} K={self.rate} {self.out_dtype}"
+        form = "" if self.table == "compact" else f" {self.table} table"
+        return f"{self.kernel} {self.arch} {self.codebook} K={self.rate} {self.out_dtype}{form}"
+
+    @property
+    def dynamic_shared_bytes(self) -> int:
+        return STATES if self.table == "full" else 0

@@ -14,8 +14,8 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 from cutlass import Constexpr, Float32, Int32, Int64
-
 from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
+
 from trellis_kernels.cute import gemm_primitives as gpu
 
 __all__ = [
@@ -66,7 +66,7 @@ def store_law(g_law: Int64, step: Float32, total: Int32) -> None:
 
 
 def high_bytes(whole: list[Int32]) -> list[Int32]:
-    """hi of each activation, so that the rest fits a signed byte; the rest is its low byte as it stands."""
+    """Hi of each activation, so that the rest fits a signed byte; the rest is its low byte as it stands."""
     return [(value + 128) >> 8 for value in whole]
 
 

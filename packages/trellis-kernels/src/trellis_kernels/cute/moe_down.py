@@ -1,8 +1,12 @@
 """Owns the third launch of a few-token layer: down, its output rotation, the router weight and the sum over routes.
 
-It must not know routing beyond groups and slots.  A thread block multiplies the rows of one group by whole blocks of
-128 hidden channels and writes each weighted row; the one whose row completes a token's block adds that token's rows in
-the order of its slots, so the sum has one order whatever the timing.
+It must not know routing beyond groups and slots.  The launch begins as soon as every block of `moe_up` has begun, in
+whatever room they leave, and waits for nothing but the rows of its own group; so both launches share the device while
+`moe_up` drains.  Its first weights are under way before it waits.
+
+A thread block multiplies the rows of one group by whole blocks of 128 hidden channels and writes each weighted row.
+The one whose row completes a token's block adds that token's rows in the order of its slots, so the sum has one order
+whatever the timing.
 """
 
 from __future__ import annotations
@@ -11,26 +15,41 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
-
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 from trellis_format.extent import BLOCK
+
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
-from trellis_kernels.cute.moe_gemm import lane_rows, load_block_sums, multiply_strip, split_steps, sum_bytes
+from trellis_kernels.cute.moe_gemm import (
+    lane_rows,
+    load_block_sums,
+    multiply_strip,
+    shared_bytes,
+    split_steps,
+    warp_bytes,
+)
 from trellis_kernels.cute.moe_key import MoeSmallKey
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
-from trellis_kernels.cute.moe_scratch import GROUP_BYTES, SLOT_BYTES, VALUE_BYTES, Scratch, load_id, load_value, scratch_at
+from trellis_kernels.cute.moe_scratch import (
+    GROUP_BYTES,
+    SLOT_BYTES,
+    VALUE_BYTES,
+    Scratch,
+    load_id,
+    load_place,
+    scratch_at,
+)  # fmt: skip
+from trellis_kernels.cute.moe_up import ready_count
 
 __all__ = ["down_kernel", "down_shared_bytes"]
 
-_DESCRIPTOR_BYTES = 16
 _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
 
 def down_shared_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
-    return sum_bytes(key.threads("down") // 32, key) + 4 * key.group_rows * key.down.blocks + 16
+    return shared_bytes("down", key) + key.group_rows * (4 * key.down.blocks + SLOT_BYTES) + 16
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -57,7 +76,18 @@ def _result_address(part: Scratch, route: Int32, channel: Int32, key: MoeSmallKe
     return part.results + (Int64(route) * key.padded_hidden + Int64(channel)) * 4
 
 
-def _finish(sums: list[Float32], scales: Int64, bias: Int64, weights: Int64, factor: Float32, part: Scratch, expert: Int32, route: Int32, channel: Int32, lane: Int32, key: MoeSmallKey) -> None:
+def _finish(
+    sums: list[Float32],
+    scales: Int64,
+    bias: Int64,
+    weight: Float32,
+    part: Scratch,
+    expert: Int32,
+    route: Int32,
+    channel: Int32,
+    lane: Int32,
+    key: MoeSmallKey,
+) -> None:
     """From sums in the rotated basis to the weighted row, for one block of one row."""
     row = Int64(0) if key.shared_outputs else Int64(expert) * key.padded_hidden
     svh = moe_math.load_scales(scales, row + Int64(channel))
@@ -65,7 +95,6 @@ def _finish(sums: list[Float32], scales: Int64, bias: Int64, weights: Int64, fac
     if key.biased[2]:
         addend = moe_math.load_scales(bias, Int64(expert) * key.padded_hidden + Int64(channel))
         values = [a + b for a, b in zip(values, addend, strict=True)]
-    weight = load_value(weights, route, key.weight_dtype) * factor
     gpu.store_floats(_result_address(part, route, channel, key), [value * weight for value in values])
 
 
@@ -106,7 +135,6 @@ def _sum_token(ids: Int64, out: Int64, scratch: Int64, max_tokens: Int32, token:
 @cute.jit
 def _finish_rows(
     ids: Int64,
-    weights: Int64,
     scales: Int64,
     bias: Int64,
     out: Int64,
@@ -115,6 +143,7 @@ def _finish_rows(
     max_tokens: Int32,
     s_sums: Int32,
     s_flags: Int32,
+    s_slots: Int32,
     expert: Int32,
     first_slot: Int32,
     rows: Int32,
@@ -136,60 +165,52 @@ def _finish_rows(
             row = task // key.down.blocks
             place = task - row * key.down.blocks
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-            sums = load_block_sums(
-                s_sums, row, lane, place * _BLOCK_STRIPS, key.strips("down"), key.down.slices, key
-            )
+            sums = load_block_sums(s_sums, row, lane, place * _BLOCK_STRIPS, "down", key)
             gpu.store_floats(_part_address(part, first_slot + row, split_index, channel, key), sums)
-        gpu.fence_device()
         cute.arch.sync_threads()
         if thread == 0:
             counter = part.down_arrivals + Int64(group * hidden_blocks + first_block) * 4
             gpu.store_shared_int(s_flags, gpu.add_counter(counter, Int32(1)))
         cute.arch.sync_threads()
         is_last = Int32(gpu.load_shared_int(s_flags) == key.down.split - 1)
-        gpu.fence_device()
         cute.arch.sync_threads()
     if is_last == 1:
         for task in cutlass.range(warp, tasks, warps, unroll=1):
             row = task // key.down.blocks
             place = task - row * key.down.blocks
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-            route = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 1)[0]
+            route = gpu.load_shared_int(s_slots + row * SLOT_BYTES)
+            weight = gpu.load_shared_floats(s_slots + (row * SLOT_BYTES + 8), 1)[0] * factor
             if cutlass.const_expr(key.down.split > 1):
                 sums = _ordered_parts(part, first_slot + row, channel, key)
             else:
-                sums = load_block_sums(
-                    s_sums, row, lane, place * _BLOCK_STRIPS, key.strips("down"), key.down.slices, key
-                )
+                sums = load_block_sums(s_sums, row, lane, place * _BLOCK_STRIPS, "down", key)
             if cutlass.const_expr(key.is_bytes):
                 sums = moe_bytes.apply_law(sums, part.joined_laws + Int64(first_slot + row) * moe_bytes.LAW_BYTES)
-            _finish(sums, scales, bias, weights, factor, part, expert, route, channel, lane, key)
-        gpu.fence_device()
+            _finish(sums, scales, bias, weight, part, expert, route, channel, lane, key)
         cute.arch.sync_threads()
         for task in cutlass.range(thread, tasks, key.threads("down"), unroll=1):
             row = task // key.down.blocks
             place = task - row * key.down.blocks
-            slot = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
-            counter = part.token_arrivals + Int64(slot[0] // key.top_k * hidden_blocks + first_block + place) * 4
-            is_complete = Int32(gpu.add_counter(counter, Int32(1)) == slot[1] - 1)
+            route = gpu.load_shared_int(s_slots + row * SLOT_BYTES)
+            live = gpu.load_shared_int(s_slots + (row * SLOT_BYTES + 4))
+            counter = part.token_arrivals + Int64(route // key.top_k * hidden_blocks + first_block + place) * 4
+            is_complete = Int32(gpu.add_counter(counter, Int32(1)) == live - 1)
             gpu.store_shared_int(s_flags + task * 4, is_complete)
         cute.arch.sync_threads()
         for task in cutlass.range(warp, tasks, warps, unroll=1):
             if gpu.load_shared_int(s_flags + task * 4) == 1:
                 row = task // key.down.blocks
                 place = task - row * key.down.blocks
-                gpu.fence_device()
                 channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-                route = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 1)[0]
+                route = gpu.load_shared_int(s_slots + row * SLOT_BYTES)
                 _sum_token(ids, out, scratch, max_tokens, route // key.top_k, channel, key)
 
 
 @cute.kernel
 def down_kernel(
     words: Int64,
-    descriptors: Int64,
     ids: Int64,
-    weights: Int64,
     scales: Int64,
     bias: Int64,
     out: Int64,
@@ -198,38 +219,49 @@ def down_kernel(
     max_tokens: Int32,
     key: Constexpr,
 ):
+    """One thread block: the rows of group y by the blocks, and the share of the input channels, of column x."""
     thread, _, _ = cute.arch.thread_idx()
     column, group, _ = cute.arch.block_idx()
     lane = thread & 31
     warp = cute.arch.make_warp_uniform(thread >> 5)
     smem = cutlass.memory.SmemAllocator()
-    warps = key.threads("down") // 32
-    s_sums = smem.allocate_array(Float32, sum_bytes(warps, key) // 4, byte_alignment=16).toint()
+    s_sums = smem.allocate_array(Float32, shared_bytes("down", key) // 4, byte_alignment=16).toint()
     s_flags = smem.allocate_array(Int32, key.group_rows * key.down.blocks, byte_alignment=16).toint()
+    s_slots = smem.allocate_array(Int32, key.group_rows * SLOT_BYTES // 4, byte_alignment=16).toint()
     part = scratch_at(scratch, max_tokens, key)
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
-    if group < gpu.load_ints(part.header, 1)[0]:
-        entry = gpu.load_ints(part.groups + Int64(group) * GROUP_BYTES, 4)
+    strips = key.strips("down")
+    strip = warp % strips
+    entry = gpu.load_fresh_ints(part.groups + Int64(group) * GROUP_BYTES, 4)
+    linear = load_place(part, group, key.projections)
+    groups = gpu.load_fresh_ints(part.header, 1)[0]
+    if group < groups:
         expert = entry[0]
         first_slot = entry[1]
         rows = entry[2]
-        strips = key.strips("down")
-        strip = warp % strips
+        if thread < rows:  # at most 32 rows, and the next barrier lies behind the product
+            slot = gpu.load_fresh_words(part.slots + Int64(first_slot + thread) * SLOT_BYTES, 4)
+            gpu.store_shared_words(s_slots + thread * SLOT_BYTES, slot)
         first_block = column // key.down.split * key.down.blocks
         split_index = column % key.down.split
         steps = split_steps(key.width, key.down.split, split_index)
+
+        if warp == 0:
+            row = Int64(0) if cutlass.const_expr(key.shared_outputs) else Int64(expert) * key.padded_hidden
+            moe_math.fetch_scales(scales, row + Int64(first_block * BLOCK), key.down.blocks * BLOCK, lane)
 
         def address(row: Int32) -> Int64:
             rows_at = part.joined_bytes if key.is_bytes else part.joined
             return rows_at + Int64(first_slot + row) * (2 * key.width)
 
-        r_rows = lane_rows(rows, lane, key, address)
+        def find_rows(columns: int) -> Any:
+            gpu.wait_for_counter(part.group_ready + Int64(group) * 4, ready_count(key))
+            return lane_rows(rows, lane, columns, key, address)
+
         multiply_strip(
             words,
-            descriptors + Int64(expert * (key.projections + 1) + key.projections) * _DESCRIPTOR_BYTES,
-            r_rows,
-            s_sums + warp * sum_bytes(1, key),
+            linear,
+            find_rows,
+            s_sums + warp * warp_bytes("down", key),
             first_block * _BLOCK_STRIPS + strip,
             rows,
             steps[0] + warp // strips,
@@ -238,11 +270,11 @@ def down_kernel(
             lane,
             key.down_rates,
             key.padded_hidden // 16,
-            key.down.stages,
+            key.down,
             key,
         )
         cute.arch.sync_threads()
         _finish_rows(
-            ids, weights, scales, bias, out, factor, scratch, max_tokens, s_sums, s_flags, expert, first_slot, rows,
+            ids, scales, bias, out, factor, scratch, max_tokens, s_sums, s_flags, s_slots, expert, first_slot, rows,
             first_block, split_index, group, thread, key,
         )  # fmt: skip

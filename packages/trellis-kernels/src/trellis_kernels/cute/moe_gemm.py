@@ -10,23 +10,37 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
-
 from trellis_format.rates import Rate
+
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute.gemm_loop import accumulate, sum_chains
+from trellis_kernels.cute.gemm_ring import accumulate_from_ring, ring_bytes
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STRIP_CHANNELS, share_of
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, ROW_COLUMNS, MoeSmallKey
 
-__all__ = ["SUM_PITCH", "lane_rows", "load_block_sums", "multiply_strip", "split_steps", "sum_bytes"]
+__all__ = ["SUM_PITCH", "lane_rows", "load_block_sums", "multiply_strip", "shared_bytes", "split_steps", "warp_bytes"]
 
 SUM_PITCH = STRIP_CHANNELS + 4
 """Floats between rows of a warp's sums in shared memory."""
 _TILE_WORD_BYTES = 16  # bytes of a tile for each half bit of its rate
 
 
-def sum_bytes(warps: int, key: MoeSmallKey) -> int:
-    """Shared memory of all warps' sums; byte products have one sum for hi and one for lo."""
-    return warps * key.group_rows * (2 if key.is_bytes else 1) * SUM_PITCH * 4
+def warp_bytes(gemm: str, key: MoeSmallKey) -> int:
+    """Shared memory of a warp of `up` or `down`: its sums, which lie where the ring of its steps was.
+
+    Byte products have one sum for hi and one for lo.
+    """
+    sums = key.group_rows * (2 if key.is_bytes else 1) * SUM_PITCH * 4
+    tiling, rates = (key.up, key.up_rates) if gemm == "up" else (key.down, key.down_rates)
+    if not tiling.in_shared:
+        return sums
+    rings = (ring_bytes(Rate(rate), key.row_columns, key.arithmetic, tiling.stages) for rate in rates)
+    return max(sums, *rings)
+
+
+def shared_bytes(gemm: str, key: MoeSmallKey) -> int:
+    """Shared memory of all warps of a thread block."""
+    return key.threads(gemm) // 32 * warp_bytes(gemm, key)
 
 
 def split_steps(channels: int, split: int, index: Int32) -> tuple[Int32, Int32]:
@@ -35,20 +49,19 @@ def split_steps(channels: int, split: int, index: Int32) -> tuple[Int32, Int32]:
     return steps * index // split, steps * (index + 1) // split
 
 
-def lane_rows(rows: Int32, lane: Int32, key: MoeSmallKey, address: Any) -> Any:
+def lane_rows(rows: Int32, lane: Int32, columns: int, key: MoeSmallKey, address: Any) -> Any:
     """This lane's B row of each product: 16 channels of a row; past the last row, that one again.
 
     Exact products have row g in column g; byte products have row g // 2 in columns {hi, lo}.
     """
-    r_addresses = cute.make_rmem_tensor(cute.make_layout((key.row_columns,)), Int64)
+    r_addresses = cute.make_rmem_tensor(cute.make_layout((columns,)), Int64)
     g = lane >> 2
-    for column in range(key.row_columns):
+    for column in range(columns):
+        first = column * PRODUCT_ROWS[key.arithmetic]
         if key.is_bytes:
-            row = cutlass.min(column * PRODUCT_ROWS["bytes"] + (g >> 1), rows - 1)
-            within = (lane & 3) * 32 + (g & 1) * 16
+            row, within = cutlass.min(first + (g >> 1), rows - 1), (lane & 3) * 32 + (g & 1) * 16
         else:
-            row = cutlass.min(column * PRODUCT_ROWS["exact"] + g, rows - 1)
-            within = (lane & 3) * 32
+            row, within = cutlass.min(first + g, rows - 1), (lane & 3) * 32
         r_addresses[column] = address(row) + Int64(within)
     return r_addresses
 
@@ -77,7 +90,7 @@ def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: in
 @cute.jit
 def _multiply_at_rate(
     g_strip: Int64,
-    r_rows: cute.Tensor,
+    find_rows: Constexpr,
     s_sums: Int32,
     rows: Int32,
     first: Int32,
@@ -86,7 +99,7 @@ def _multiply_at_rate(
     lane: Int32,
     half_bits: Constexpr,
     n_tiles: Constexpr,
-    stages: Constexpr,
+    tiling: Constexpr,
     key: Constexpr,
 ):
     product_rows = PRODUCT_ROWS[key.arithmetic]
@@ -98,18 +111,24 @@ def _multiply_at_rate(
                 layout = cute.make_layout((4, columns, sum_chains(columns, key.arithmetic), 4))
                 r_sums = cute.make_rmem_tensor(layout, Int32 if key.is_bytes else Float32)
                 r_sums.fill(0)
-                accumulate(
-                    r_sums, g_strip, r_rows, first, end, stride, lane,
-                    half_bits, key.codebook, n_tiles, columns, stages, key.arithmetic,
-                )  # fmt: skip
+                if cutlass.const_expr(tiling.in_shared):
+                    accumulate_from_ring(
+                        r_sums, g_strip, first, end, stride, lane, s_sums, find_rows,
+                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic,
+                    )  # fmt: skip
+                else:
+                    accumulate(
+                        r_sums, g_strip, first, end, stride, lane, find_rows,
+                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic,
+                    )  # fmt: skip
                 _store_sums(r_sums, s_sums, lane, Rate(half_bits), columns, key)
 
 
 @cute.jit
 def multiply_strip(
     words: Int64,
-    descriptor: Int64,
-    r_rows: cute.Tensor,
+    place: Constexpr,
+    find_rows: Constexpr,
     s_sums: Int32,
     strip: Int32,
     rows: Int32,
@@ -119,34 +138,32 @@ def multiply_strip(
     lane: Int32,
     rates: Constexpr,
     n_tiles: Constexpr,
-    stages: Constexpr,
+    tiling: Constexpr,
     key: Constexpr,
 ):
     """Multiply a group's rows by one strip of a linear and leave the sums in this warp's shared memory.
 
-    `descriptor` is the address of the linear's entry, `strip` the index of the 64 output channels.  Every rate is one
-    branch, which the whole warp takes.
+    `place` is the linear's first word and 2K, `strip` the index of the 64 output channels, `find_rows` as in
+    `accumulate`.  Every rate is one branch, which the whole warp takes.
     """
-    place = gpu.load_longs(descriptor, 2)
     half_bits = Int32(place[1])
     g_strip = words + place[0] * 4 + Int64(strip * 4 * (half_bits * _TILE_WORD_BYTES))
     for index in cutlass.range_constexpr(len(rates)):
         if half_bits == rates[index]:
             _multiply_at_rate(
-                g_strip, r_rows, s_sums, rows, first, end, stride, lane, rates[index], n_tiles, stages, key
+                g_strip, find_rows, s_sums, rows, first, end, stride, lane, rates[index], n_tiles, tiling, key
             )
 
 
-def load_block_sums(
-    s_sums: Int32, row: Int32, lane: Int32, strip: Any, strips: int, slices: int, key: MoeSmallKey
-) -> list[Float32]:
+def load_block_sums(s_sums: Int32, row: Int32, lane: Int32, strip: Any, gemm: str, key: MoeSmallKey) -> list[Float32]:
     """Four channels of one row of a block of 128: the sums of its slices, added in order.
 
     `s_sums` is where the sums of all warps begin; warp w has slice w // strips of strip w % strips, and `strip` is the
     first of the block's two.  Byte sums are added as integers, so that only the join of hi and lo rounds.
     """
-    first = s_sums + (strip + (lane >> 4)) * sum_bytes(1, key) + (row * SUM_PITCH + (lane & 15) * 4) * 4
-    stride = strips * sum_bytes(1, key)
+    slices = (key.up if gemm == "up" else key.down).slices
+    first = s_sums + (strip + (lane >> 4)) * warp_bytes(gemm, key) + (row * SUM_PITCH + (lane & 15) * 4) * 4
+    stride = key.strips(gemm) * warp_bytes(gemm, key)
     if not key.is_bytes:
         return _add_in_order([gpu.load_shared_floats(first + part * stride, 4) for part in range(slices)])
     low = key.group_rows * SUM_PITCH * 4

@@ -13,10 +13,21 @@ from trellis_format.codebooks import get_codebook
 from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.extent import BLOCK
 from trellis_format.rates import Rate
+
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
 
-__all__ = ["HEADER_BYTES", "MOST_BYTE_CHANNELS", "PRODUCT_ROWS", "ROW_COLUMNS", "MoeSmallKey", "Tiling", "counters_per_token", "scratch_nbytes", "scratch_parts"]
+__all__ = [
+    "HEADER_BYTES",
+    "MOST_BYTE_CHANNELS",
+    "PRODUCT_ROWS",
+    "ROW_COLUMNS",
+    "MoeSmallKey",
+    "Tiling",
+    "counters_per_token",
+    "scratch_nbytes",
+    "scratch_parts",
+]
 
 PRODUCT_ROWS = {"exact": 8, "bytes": 4}
 """Arithmetics by name, and the token rows that one matrix product takes.
@@ -45,7 +56,8 @@ class Tiling:
         blocks: 128-channel output blocks of a thread block, of each projection.
         slices: warps that share a strip of 64 output channels, each with every slices-th step of 64 input channels.
         split: thread blocks that share the input channels; their fp32 sums are added in order by the last one.
-        stages: steps whose loads are in flight in a warp.
+        stages: steps whose loads are in flight in a warp, the one at hand included.
+        in_shared: whether they are staged in shared memory rather than in registers; takes at least 2 stages.
         resident: thread blocks that the registers must leave room for on an SM.
 
     Raises:
@@ -57,11 +69,14 @@ class Tiling:
     split: int = 1
     stages: int = 2
     resident: int = 2
+    in_shared: bool = False
 
     def __post_init__(self) -> None:
         for name in ("blocks", "slices", "split", "stages", "resident"):
             if getattr(self, name) < 1:
                 raise KernelValueError(f"tiling {name} must be at least 1, got {getattr(self, name)}")
+        if self.in_shared and self.stages < 2:
+            raise KernelValueError(f"a ring in shared memory takes at least 2 stages, got {self.stages}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,9 @@ class MoeSmallKey(KernelKey):
         for name, blocks in (("up", self.width // BLOCK), ("down", self.padded_hidden // BLOCK)):
             tiling: Tiling = getattr(self, name)
             if blocks % tiling.blocks:
-                raise KernelValueError(f"{name} has {blocks} blocks of {BLOCK} channels, not a multiple of {tiling.blocks}")
+                raise KernelValueError(
+                    f"{name} has {blocks} blocks of {BLOCK} channels, not a multiple of {tiling.blocks}"
+                )
             if self.threads(name) > _MOST_THREADS:
                 raise KernelValueError(f"{name} would take {self.threads(name)} threads, at most {_MOST_THREADS} fit")
 
@@ -153,7 +170,9 @@ class MoeSmallKey(KernelKey):
             raise KernelValueError(f"unknown arithmetic {self.arithmetic!r}; known: {known}")
         if self.arithmetic == "bytes":
             if self.codebook != Mul1.name:
-                raise KernelUnsupportedError(f"arithmetic bytes needs codebook {Mul1.name}, got {self.codebook}; use exact")
+                raise KernelUnsupportedError(
+                    f"arithmetic bytes needs codebook {Mul1.name}, got {self.codebook}; use exact"
+                )
             channels = max(self.padded_hidden, self.width)
             if channels > MOST_BYTE_CHANNELS:
                 raise KernelUnsupportedError(
@@ -192,6 +211,11 @@ class MoeSmallKey(KernelKey):
         return 1 if self.joint_inputs or not self.gated else 2
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a launch begins while the one before it drains, which takes sm_90."""
+        return self.arch != "sm_80"
+
+    @property
     def is_bytes(self) -> bool:
         """Whether products are of bytes."""
         return self.arithmetic == "bytes"
@@ -217,34 +241,37 @@ class MoeSmallKey(KernelKey):
         return min(routes, min(routes, self.num_experts) + routes // self.group_rows)
 
     def __str__(self) -> str:
-        rates = "/".join(",".join(str(Rate(half)) for half in half_bits) for half_bits in (self.up_rates, self.down_rates))
+        rates = "/".join(
+            ",".join(str(Rate(half)) for half in half_bits) for half_bits in (self.up_rates, self.down_rates)
+        )
         return (
             f"{self.kernel} {self.arch} {self.codebook} K={rates} {self.padded_hidden}x{self.width} "
-            f"E={self.num_experts} top {self.top_k} {self.activation.kind} {self.x_dtype} {self.arithmetic} rows {self.group_rows}"
+            f"E={self.num_experts} top {self.top_k} {self.activation.kind} {self.x_dtype} "
+            f"{self.arithmetic} rows {self.group_rows}"
         )
 
 
 def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
     """Bytes of each part of the scratch for one token, in order, each a multiple of 16.
 
-        groups        `[routes, 4] int32`: expert, first slot, rows
-        slots         `[routes, 2] int32`: flat route, live routes of its token
-        counters      arrivals for each group and block of up and down, for each token and block of the result, and
-                      for each group over the blocks of up
-        rotated       `[tokens or routes, rotated inputs, padded hidden] float16`, or two bytes for each channel
-        rotated_laws  `[tokens or routes, rotated inputs, 2] float32`, only for bytes: scale, sum
-        joined        `[routes, width] float16`, by slot, ready for down
-        joined_bytes  the same as two bytes for each channel, only for bytes
-        joined_laws   `[routes, 2] float32`, only for bytes: scale, sum
-        up_parts      `[routes, split, projections, width] float32`, only where up is split
-        down_parts    `[routes, split, padded hidden] float32`, only where down is split
-        results       `[routes, padded hidden] float32`, weighted rows by route
+    groups        `[routes, 64] uint8`: expert, first slot, rows, and the descriptors of the expert's linears
+    slots         `[routes, 16] uint8`: flat route, live routes of its token, router weight
+    counters      arrivals for each group and block of up and down, for each token and block of the result, and
+                  for each group over the blocks of up; and whether a group's rows are ready for down
+    rotated       `[tokens or routes, rotated inputs, padded hidden] float16`, or two bytes for each channel
+    rotated_laws  `[tokens or routes, rotated inputs, 2] float32`, only for bytes: scale, sum
+    joined        `[routes, width] float16`, by slot, ready for down
+    joined_bytes  the same as two bytes for each channel, only for bytes
+    joined_laws   `[routes, 2] float32`, only for bytes: scale, sum
+    up_parts      `[routes, split, projections, width] float32`, only where up is split
+    down_parts    `[routes, split, padded hidden] float32`, only where down is split
+    results       `[routes, padded hidden] float32`, weighted rows by route
     """
     routes = key.top_k
     rotated = (1 if key.shared_inputs else routes) * key.rotated_inputs
     parts = {
-        "groups": routes * 16,
-        "slots": routes * 8,
+        "groups": routes * 64,
+        "slots": routes * 16,
         "counters": 4 * counters_per_token(key),
         "rotated": rotated * key.padded_hidden * 2,
         "rotated_laws": rotated * 8 * key.is_bytes,
@@ -261,7 +288,7 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
 def counters_per_token(key: MoeSmallKey) -> int:
     """Counters for one token of capacity."""
     hidden_blocks, width_blocks = key.padded_hidden // BLOCK, key.width // BLOCK
-    return key.top_k * (width_blocks + hidden_blocks + 1) + hidden_blocks
+    return key.top_k * (width_blocks + hidden_blocks + 2) + hidden_blocks
 
 
 def scratch_nbytes(key: MoeSmallKey, max_tokens: int) -> int:

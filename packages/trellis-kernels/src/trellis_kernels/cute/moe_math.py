@@ -1,5 +1,4 @@
-"""Owns the register arithmetic between the GEMMs: Hadamard blocks, scales and activations.  It must not know memory layout
-beyond vectors of four channels, nor routing.
+"""Owns the register arithmetic between the GEMMs: Hadamard blocks, scales, activations.  It must not know routing.
 
 A warp holds a block of 128 channels of one row, lane L the channels 4L to 4L + 3.  Everything is fp32.
 """
@@ -9,16 +8,27 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, Int64
-
 from trellis_format.activations import SITU_GATE_LIMIT, SITU_UP_LIMIT, Activation
 from trellis_format.hadamard import HADAMARD_BLOCK
+
 from trellis_kernels.cute import gemm_primitives as gpu
 
-__all__ = ["LANE_CHANNELS", "activate", "hadamard", "hadamard_signs", "load_scales", "stored_words"]
+__all__ = [
+    "LANE_CHANNELS",
+    "activate",
+    "fetch_scales",
+    "hadamard",
+    "hadamard_signs",
+    "load_scales",
+    "stored_offset",
+    "stored_words",
+]
 
 LANE_CHANNELS = 4
 """Channels of a block that a lane holds."""
+_LINE_BYTES = 128  # of the L2
 _LANE_MASKS = (1, 2, 4, 8, 16)
 _NORM = 1.0 / math.sqrt(HADAMARD_BLOCK)
 _LOG2_E = 1.0 / math.log(2.0)
@@ -43,6 +53,12 @@ def load_scales(table: Int64, element: Any) -> list[Float32]:
     """Four fp16 values of a table, `element` being the index of the first, a multiple of four."""
     words = gpu.load_words(table + Int64(element) * 2, 2)
     return [value for word in words for value in gpu.floats_from(word, "float16")]
+
+
+def fetch_scales(table: Int64, element: Any, channels: int, lane: Int32) -> None:
+    """Bring a run of fp16 values into the L2, so that `load_scales` finds them there; by one warp."""
+    lines = -(-channels * 2 // _LINE_BYTES)
+    gpu.fetch_to_l2(table + Int64(element) * 2 + Int64(cutlass.min(lane, lines - 1) * _LINE_BYTES))
 
 
 def stored_words(values: list[Float32]) -> list[Any]:

@@ -7,10 +7,11 @@ depend on the plan and not on its neighbours.
 from __future__ import annotations
 
 from trellis_format.activations import Activation
-from trellis_format.extent import BLOCK
+from trellis_format.extent import BLOCK, TrellisExtent
 from trellis_format.source import Projection, TrellisSource
-from trellis_format.extent import TrellisExtent
-from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling
+
+from trellis_kernels.cute.moe_key import MoeSmallKey
+from trellis_kernels.cute.moe_tilings import choose_columns, choose_tilings
 from trellis_kernels.errors import KernelUnsupportedError
 
 __all__ = ["plan_moe_small"]
@@ -29,6 +30,7 @@ def plan_moe_small(
     out_dtype: str = "float16",
     weight_dtype: str = "float32",
     id_bytes: int = 8,
+    arithmetic: str = "exact",
 ) -> MoeSmallKey:
     """The kernels for a layer at a capacity.
 
@@ -44,6 +46,8 @@ def plan_moe_small(
         out_dtype: of the result.
         weight_dtype: of the router weights.
         id_bytes: of an id.
+        arithmetic: of the products, one of `PRODUCT_ROWS`; "bytes" is faster for mul1 up to about 2 rows of an expert
+            and leaves out the law's last rounding.
 
     Raises:
         KernelUnsupportedError: if no activation is known.
@@ -62,9 +66,14 @@ def plan_moe_small(
         for projection in Projection
     )
     rows = max_tokens * top_k / geometry.num_experts
-    columns = 1 if rows <= 3 else 2
-    active = geometry.num_experts * (1 - (1 - min(top_k / geometry.num_experts, 1.0)) ** max_tokens)
-    resident = 2 * multiprocessors
+    hit = 1 - (1 - min(top_k / geometry.num_experts, 1.0)) ** max_tokens
+    up, down = choose_tilings(
+        padded_hidden=geometry.padded_hidden_size,
+        width=share.width,
+        units=geometry.num_experts * hit * (share.width / BLOCK),
+        rows=rows,
+        multiprocessors=multiprocessors,
+    )
     return MoeSmallKey(
         arch=arch,
         codebook=source.codebook,
@@ -85,22 +94,8 @@ def plan_moe_small(
         out_dtype=out_dtype,
         weight_dtype=weight_dtype,
         id_bytes=id_bytes,
-        row_columns=columns,
-        up=_up_tiling(geometry.padded_hidden_size, share.width // BLOCK, active, resident),
-        down=_down_tiling(share.width, geometry.padded_hidden_size // BLOCK),
+        arithmetic=arithmetic,
+        row_columns=choose_columns(arithmetic, rows),
+        up=up,
+        down=down,
     )
-
-
-def _up_tiling(channels: int, blocks: int, active: float, resident: float) -> Tiling:
-    """Split until the grid has about four waves, or a warp would be left with fewer than four steps."""
-    split = 1
-    while split < 8 and active * blocks * split < 4 * resident and channels // 64 // (2 * (split + 1)) >= 4:
-        split += 1
-    return Tiling(blocks=1, slices=2, split=split)
-
-
-def _down_tiling(channels: int, blocks: int) -> Tiling:
-    """Enough slices to give each warp about six steps; the warps that are left take more blocks."""
-    steps = channels // 64
-    slices = 4 if steps >= 12 else 2
-    return Tiling(blocks=1 if slices == 4 or blocks % 2 else 2, slices=slices)

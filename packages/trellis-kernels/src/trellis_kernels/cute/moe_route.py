@@ -12,13 +12,22 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
-
 from trellis_format.extent import BLOCK
+
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.moe_key import MoeSmallKey, counters_per_token
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
-from trellis_kernels.cute.moe_scratch import GROUP_BYTES, SLOT_BYTES, VALUE_BYTES, Scratch, load_id, load_value, scratch_at
+from trellis_kernels.cute.moe_scratch import (
+    DESCRIPTOR_BYTES,
+    GROUP_BYTES,
+    SLOT_BYTES,
+    VALUE_BYTES,
+    Scratch,
+    load_id,
+    load_value,
+    scratch_at,
+)
 
 __all__ = ["ROUTE_THREADS", "route_blocks", "route_kernel"]
 
@@ -30,8 +39,8 @@ _MOST_BLOCKS = 1056  # eight a multiprocessor of the largest chips; above, warps
 
 def route_blocks(key: MoeSmallKey, tokens: int) -> int:
     """Blocks of the launch."""
-    rows = (tokens if key.shared_inputs else tokens * key.top_k) * key.rotated_inputs
-    row_blocks = rows if key.is_bytes else -(-rows * (key.padded_hidden // BLOCK) // _WARPS)
+    rows = tokens if key.shared_inputs else tokens * key.top_k
+    row_blocks = rows * key.rotated_inputs if key.is_bytes else -(-rows * (key.padded_hidden // BLOCK) // _WARPS)
     return 1 + min(row_blocks + -(-tokens // _WARPS), _MOST_BLOCKS)
 
 
@@ -61,7 +70,9 @@ def _word_values(word: Uint32, dtype: str) -> list[Float32]:
     return [gpu.float_from(word, dtype, 0)] if dtype == "float32" else gpu.floats_from(word, dtype)
 
 
-def _rotated(x: Int64, scales: Int64, token: Int32, expert: Int32, which: Int32, block: Int32, lane: Int32, key: MoeSmallKey) -> list[Float32]:
+def _rotated(
+    x: Int64, scales: Int64, token: Int32, expert: Int32, which: Any, block: Int32, lane: Int32, key: MoeSmallKey
+) -> list[Float32]:
     """Four channels of one block of one row: H (x * suh)."""
     channel = block * BLOCK + lane * LANE_CHANNELS
     vector = which if key.shared_inputs else expert * key.rotated_inputs + which
@@ -70,13 +81,18 @@ def _rotated(x: Int64, scales: Int64, token: Int32, expert: Int32, which: Int32,
     return moe_math.hadamard([a * b for a, b in zip(values, suh, strict=True)], moe_math.hadamard_signs(lane))
 
 
-def _rotate(x: Int64, scales: Int64, part: Scratch, token: Int32, expert: Int32, row: Int32, which: Int32, block: Int32, lane: Int32, key: MoeSmallKey) -> None:
-    """Write one block of one rotated row: H (x * suh) in fp16, in the order that the GEMM reads."""
-    rotated = _rotated(x, scales, token, expert, which, block, lane, key)
-    target = (Int64(row) * key.rotated_inputs + Int64(which)) * (2 * key.padded_hidden) + Int64(block * (2 * BLOCK))
-    first = part.rotated + target + Int64(moe_math.stored_offset(lane))
-    for index, word in enumerate(moe_math.stored_words(rotated)):
-        gpu.store_words(first + 8 * index, [word])
+def _rotate(
+    x: Int64, scales: Int64, part: Scratch, token: Int32, expert: Int32, row: Int32, block: Int32, lane: Int32,
+    key: MoeSmallKey,
+) -> None:  # fmt: skip
+    """Write one block of every rotated input of a row in fp16, in the order that the GEMM reads."""
+    blocks = [_rotated(x, scales, token, expert, which, block, lane, key) for which in range(key.rotated_inputs)]
+    for which, values in enumerate(blocks):
+        entry = Int64(row) * key.rotated_inputs + which
+        target = part.rotated + entry * (2 * key.padded_hidden) + Int64(block * (2 * BLOCK))
+        first = target + Int64(moe_math.stored_offset(lane))
+        for index, word in enumerate(moe_math.stored_words(values)):
+            gpu.store_words(first + 8 * index, [word])
 
 
 def _count_live(ids: Int64, token: Int32, key: MoeSmallKey) -> Int32:
@@ -97,6 +113,8 @@ def _scan_warp(value: Int32, lane: Int32) -> Int32:
 @cute.jit
 def _group(
     ids: Int64,
+    weights: Int64,
+    descriptors: Int64,
     scratch: Int64,
     max_tokens: Int32,
     thread: Int32,
@@ -111,8 +129,14 @@ def _group(
     lane = thread & 31
     warp = thread >> 5
     each = -(-key.num_experts // ROUTE_THREADS)
+    linears = key.projections + 1
+    places = []
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
+        known = Int64(cutlass.min(expert, key.num_experts - 1))
+        for linear in cutlass.range_constexpr(linears):
+            place = descriptors + (known * linears + linear) * DESCRIPTOR_BYTES
+            places.append(gpu.load_words(place, 4))
         if expert < key.num_experts:
             gpu.store_shared_int(s_counts + expert * 4, Int32(0))
     cute.arch.sync_threads()
@@ -151,7 +175,10 @@ def _group(
                 first = turn * key.group_rows
                 rows = cutlass.min(count - first, key.group_rows)
                 words = [Uint32(expert), Uint32(first_slot + first), Uint32(rows), Uint32(0)]
-                gpu.store_words(part.groups + Int64(group + turn) * GROUP_BYTES, words)
+                entry = part.groups + Int64(group + turn) * GROUP_BYTES
+                gpu.store_words(entry, words)
+                for linear in cutlass.range_constexpr(linears):
+                    gpu.store_words(entry + (16 + linear * DESCRIPTOR_BYTES), places[index * linears + linear])
             first_slot = first_slot + count
             group = group + groups
     if thread == ROUTE_THREADS - 1:
@@ -160,9 +187,11 @@ def _group(
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
         expert = load_id(ids, route, key)
         if expert >= 0:
-            slot = gpu.add_shared_counter(s_cursors + expert * 4, Int32(1))
+            weight = load_value(weights, route, key.weight_dtype)
             live = _count_live(ids, route // key.top_k, key)
-            gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, [Uint32(route), Uint32(live)])
+            slot = gpu.add_shared_counter(s_cursors + expert * 4, Int32(1))
+            words = [Uint32(route), Uint32(live), gpu.float_to([weight], "float32")[0], Uint32(0)]
+            gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, words)
 
 
 @cute.jit
@@ -242,8 +271,18 @@ def _clear_token(ids: Int64, out: Int64, token: Int32, lane: Int32, key: Constex
 
 @cute.kernel
 def route_kernel(
-    x: Int64, ids: Int64, scales: Int64, out: Int64, scratch: Int64, tokens: Int32, max_tokens: Int32, key: Constexpr
+    x: Int64,
+    ids: Int64,
+    weights: Int64,
+    descriptors: Int64,
+    scales: Int64,
+    out: Int64,
+    scratch: Int64,
+    tokens: Int32,
+    max_tokens: Int32,
+    key: Constexpr,
 ):
+    """Block 0 groups; the others rotate, clear and write zeros."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
@@ -252,18 +291,33 @@ def route_kernel(
     s_cursors = smem.allocate_array(Int32, key.num_experts, byte_alignment=16).toint()
     s_warps = smem.allocate_array(Int32, 2 * _WARPS, byte_alignment=16).toint()
     part = scratch_at(scratch, max_tokens, key)
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(key.overlaps):
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
     if block == 0:
-        _group(ids, scratch, max_tokens, thread, tokens * key.top_k, s_counts, s_cursors, s_warps, key)
+        _group(
+            ids,
+            weights,
+            descriptors,
+            scratch,
+            max_tokens,
+            thread,
+            tokens * key.top_k,
+            s_counts,
+            s_cursors,
+            s_warps,
+            key,
+        )
     else:
         lane = thread & 31
         counters = max_tokens * counters_per_token(key)
-        for index in cutlass.range((block - 1) * ROUTE_THREADS + thread, counters, (blocks - 1) * ROUTE_THREADS, unroll=1):
+        for index in cutlass.range(
+            (block - 1) * ROUTE_THREADS + thread, counters, (blocks - 1) * ROUTE_THREADS, unroll=1
+        ):
             gpu.store_words(part.up_arrivals + Int64(index) * 4, [Uint32(0)])
         rows = tokens if cutlass.const_expr(key.shared_inputs) else tokens * key.top_k
         hidden_blocks = key.padded_hidden // BLOCK
-        row_tasks = key.rotated_inputs if cutlass.const_expr(key.is_bytes) else key.rotated_inputs * hidden_blocks
+        row_tasks = key.rotated_inputs if cutlass.const_expr(key.is_bytes) else hidden_blocks
         tasks = rows * row_tasks
         warp = cute.arch.make_warp_uniform((block - 1) * _WARPS + (thread >> 5))
         if cutlass.const_expr(key.is_bytes):
@@ -283,14 +337,12 @@ def route_kernel(
             for task in cutlass.range(warp, tasks + tokens, (blocks - 1) * _WARPS, unroll=1):
                 if task < tasks:
                     row = task // row_tasks
-                    rest = task - row * row_tasks
-                    which = rest // hidden_blocks
-                    hidden_block = rest - which * hidden_blocks
+                    hidden_block = task - row * row_tasks
                     if cutlass.const_expr(key.shared_inputs):
-                        _rotate(x, scales, part, row, Int32(0), row, which, hidden_block, lane, key)
+                        _rotate(x, scales, part, row, Int32(0), row, hidden_block, lane, key)
                     else:
                         expert = load_id(ids, row, key)
                         if expert >= 0:
-                            _rotate(x, scales, part, row // key.top_k, expert, row, which, hidden_block, lane, key)
+                            _rotate(x, scales, part, row // key.top_k, expert, row, hidden_block, lane, key)
                 else:
                     _clear_token(ids, out, task - tasks, lane, key)

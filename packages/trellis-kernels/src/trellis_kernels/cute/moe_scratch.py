@@ -1,4 +1,4 @@
-"""Owns the addresses of the scratch parts and of routing inputs inside the kernels.  It must not know what is computed."""
+"""Owns the addresses of scratch parts and routing inputs inside the kernels.  It must not know what is computed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
-
 from trellis_format.extent import BLOCK
+
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, scratch_parts
 
-__all__ = ["GROUP_BYTES", "SLOT_BYTES", "VALUE_BYTES", "Scratch", "load_id", "load_value", "scratch_at"]
+__all__ = [
+    "DESCRIPTOR_BYTES",
+    "GROUP_BYTES",
+    "SLOT_BYTES",
+    "VALUE_BYTES",
+    "Scratch",
+    "load_id",
+    "load_place",
+    "load_value",
+    "scratch_at",
+]
 
-GROUP_BYTES = 16
-"""Of a group: expert, first slot, rows, nothing."""
-SLOT_BYTES = 8
-"""Of a slot: flat route, live routes of its token."""
+GROUP_BYTES = 64
+"""Of a group: expert, first slot, rows, nothing, then the descriptor of each of its linears, 16 bytes."""
+DESCRIPTOR_BYTES = 16
+"""Of a linear: first word of its codes and 2K, 64 bits each."""
+SLOT_BYTES = 16
+"""Of a slot: flat route, live routes of its token, router weight in fp32, nothing."""
 VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of a value of each dtype."""
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Addresses of the parts, and of the four kinds of counters."""
+    """Addresses of the parts, and of the five kinds of counters."""
 
     header: Int64
     groups: Int64
@@ -32,6 +44,7 @@ class Scratch:
     down_arrivals: Int64
     token_arrivals: Int64
     group_arrivals: Int64
+    group_ready: Int64
     rotated: Int64
     rotated_laws: Int64
     joined: Int64
@@ -57,9 +70,16 @@ def scratch_at(base: Int64, max_tokens: Int32, key: MoeSmallKey) -> Scratch:
         up_arrivals=counters,
         down_arrivals=counters + routes * (4 * width_blocks),
         group_arrivals=counters + routes * (4 * (width_blocks + hidden_blocks)),
-        token_arrivals=counters + routes * (4 * (width_blocks + hidden_blocks + 1)),
+        group_ready=counters + routes * (4 * (width_blocks + hidden_blocks + 1)),
+        token_arrivals=counters + routes * (4 * (width_blocks + hidden_blocks + 2)),
         **starts,
     )
+
+
+def load_place(part: Scratch, group: Int32, projection: Any) -> list[Int64]:
+    """First word and 2K of one linear of a group's expert."""
+    entry = part.groups + Int64(group) * GROUP_BYTES
+    return gpu.load_fresh_longs(entry + Int64(16 + projection * DESCRIPTOR_BYTES), 2)
 
 
 def load_id(ids: Int64, route: Int32, key: MoeSmallKey) -> Int32:

@@ -8,29 +8,30 @@ one before it drains, and waits for its memory.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Constexpr, Float32, Int32, Int64
-
 from trellis_format.extent import BLOCK
 from trellis_format.source import Projection
+from trellis_prep import PreparedExperts
+
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute import compiler
+from trellis_kernels.cute.argument_slots import ArgumentSlots
 from trellis_kernels.cute.moe_down import down_kernel, down_shared_bytes
-from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling, scratch_nbytes
+from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scratch_nbytes
 from trellis_kernels.cute.moe_route import ROUTE_THREADS, route_blocks, route_kernel
 from trellis_kernels.cute.moe_up import up_kernel, up_shared_bytes
 from trellis_kernels.errors import KernelTypeError, KernelValueError
-from trellis_prep import PreparedExperts
 
-__all__ = ["build", "moe_small"]
+__all__ = ["MoeSmall", "build", "moe_small"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SHARED_PER_SM_KIB = 228
-_POINTERS = 15
+_ALIGNMENT = 16  # bytes, of x and out
 _MOST_GRID_Y = 65535
 
 
@@ -72,23 +73,21 @@ def _host(
     key: Constexpr,
     stream: cuda.CUstream,
 ):
-    route_kernel(x, ids, input_scales, out, scratch, tokens, max_tokens, key).launch(
-        grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=True
+    route_kernel(x, ids, weights, descriptors, input_scales, out, scratch, tokens, max_tokens, key).launch(
+        grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps
     )
-    up_kernel(words, descriptors, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
+    up_kernel(words, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
         grid=[key.width // BLOCK // key.up.blocks * key.up.split, groups, 1],
         block=[key.threads("up"), 1, 1],
         stream=stream,
-        use_pdl=True,
+        use_pdl=key.overlaps,
         **_occupancy(key.up, up_shared_bytes(key)),
     )
-    down_kernel(
-        words, descriptors, ids, weights, output_scales, down_bias, out, factor, scratch, max_tokens, key
-    ).launch(
+    down_kernel(words, ids, output_scales, down_bias, out, factor, scratch, max_tokens, key).launch(
         grid=[key.padded_hidden // BLOCK // key.down.blocks * key.down.split, groups, 1],
         block=[key.threads("down"), 1, 1],
         stream=stream,
-        use_pdl=True,
+        use_pdl=key.overlaps,
         **_occupancy(key.down, down_shared_bytes(key)),
     )
 
@@ -114,6 +113,129 @@ def build(key: MoeSmallKey, options: str) -> Any:
     )
 
 
+_ADDRESSES = 13
+_KINDS = ("address",) * _ADDRESSES + ("int",) * 4 + ("float",)
+_X, _IDS, _WEIGHTS, _OUT = 0, 1, 2, 11
+_TOKENS, _CAPACITY, _GROUPS, _BLOCKS, _FACTOR, _STREAM = range(_ADDRESSES, _ADDRESSES + 6)
+
+
+class MoeSmall:
+    """A layer with its kernels, addresses and scratch fixed, which launches for any tokens up to its capacity.
+
+    Three launches that synchronise with nothing and may be captured.  A row's bits depend on its own token, experts and
+    weights and on the key, not on its place in the batch nor on the other rows.  Launches of one instance, and of all
+    that share a scratch, must be ordered by their streams; an instance is not for two threads at once.
+
+    Args:
+        experts: the layer, on a CUDA device.
+        key: which kernels; `plan_moe_small` makes one.
+        max_tokens: capacity.
+        scratch: `[bytes] uint8`, at least `scratch_nbytes(key, max_tokens)`, 128-byte aligned, with any content.
+        keep: whether to keep experts and scratch alive; otherwise the caller does.
+
+    Raises:
+        KernelTypeError: if a dtype or device is wrong.
+        KernelValueError: if a size or alignment is wrong, or the experts are not those of the key.
+        ColdKernelError: if the kernels are not ready and may not be compiled, frozen or under capture.
+    """
+
+    def __init__(
+        self,
+        experts: PreparedExperts,
+        *,
+        key: MoeSmallKey,
+        max_tokens: int,
+        scratch: torch.Tensor,
+        keep: bool = True,
+    ) -> None:
+        _check_experts(experts, key)
+        _check_scratch(experts, key, max_tokens, scratch)
+        self.key, self.max_tokens = key, max_tokens
+        self._kept = (experts, scratch) if keep else None
+        self._device = experts.codes.device
+        self._dtypes = (_DTYPES[key.x_dtype], _DTYPES[key.out_dtype], _DTYPES[key.weight_dtype])
+        self._id_dtype = torch.int32 if key.id_bytes == 4 else torch.int64
+        biases = [experts.biases.get(projection) for projection in Projection]
+        fixed = (
+            experts.codes, experts.descriptors, experts.input_scales, experts.intermediate_scales,
+            experts.output_scales, *biases,
+        )  # fmt: skip
+        with torch.cuda.device(self._device):
+            self._call = ArgumentSlots(compiler.ready(key), _KINDS, cuda.CUstream(0))
+        for index, tensor in enumerate(fixed):
+            self._call.set(_WEIGHTS + 1 + index, 0 if tensor is None else tensor.data_ptr())
+        self._call.set(_OUT + 1, scratch.data_ptr())
+        self._call.set(_CAPACITY, max_tokens)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        factor: float = 1.0,
+    ) -> torch.Tensor:
+        """Launch on the current stream of the device.
+
+        Args:
+            x: `[tokens, hidden]`, the key's `x_dtype`, contiguous, 16-byte aligned.
+            topk_ids: `[tokens, top_k] int32 or int64`, contiguous; an id outside [0, experts) adds nothing.
+            topk_weights: `[tokens, top_k]`, the key's `weight_dtype`, contiguous.
+            out: `[tokens, hidden]`, the key's `out_dtype`, contiguous, 16-byte aligned, written whole.
+            factor: multiplies every router weight.
+
+        Returns:
+            `out`.
+
+        Raises:
+            KernelTypeError: if a dtype or device is wrong.
+            KernelValueError: if a shape, stride or alignment is wrong, or there are more tokens than the capacity.
+        """
+        self._check(x, topk_ids, topk_weights, out)
+        tokens = x.shape[0]
+        if tokens == 0:
+            return out
+        call = self._call
+        for index, tensor in ((_X, x), (_IDS, topk_ids), (_WEIGHTS, topk_weights), (_OUT, out)):
+            call.set(index, tensor.data_ptr())
+        call.set(_TOKENS, tokens)
+        call.set(_GROUPS, self.key.most_groups(tokens))
+        call.set(_BLOCKS, route_blocks(self.key, tokens))
+        call.set(_FACTOR, factor)
+        call.set(_STREAM, torch.cuda.current_stream(self._device).cuda_stream)
+        if torch.cuda.current_device() == self._device.index:
+            call()
+        else:
+            with torch.cuda.device(self._device):
+                call()
+        return out
+
+    def _check(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+        key = self.key
+        x_dtype, out_dtype, weight_dtype = self._dtypes
+        tokens = x.shape[0] if x.ndim else 0
+        wanted = (
+            ("x", x, x_dtype, key.hidden),
+            ("out", out, out_dtype, key.hidden),
+            ("topk_ids", topk_ids, self._id_dtype, key.top_k),
+            ("topk_weights", topk_weights, weight_dtype, key.top_k),
+        )
+        for name, tensor, dtype, channels in wanted:
+            if tensor.dtype != dtype or tensor.shape != (tokens, channels) or tensor.device != self._device:
+                check_dtype(name, tensor, dtype)
+                check_shape(name, tensor, tokens, channels)
+                check_device(self._device, **{name: tensor})
+            if not tensor.is_contiguous():
+                raise KernelValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        for name, tensor in (("x", x), ("out", out)):
+            if tensor.data_ptr() % _ALIGNMENT:
+                past = tensor.data_ptr() % _ALIGNMENT
+                raise KernelValueError(f"{name} must start at a multiple of {_ALIGNMENT} bytes, got {past} past one")
+        if tokens > self.max_tokens:
+            raise KernelValueError(f"{tokens} tokens do not fit a capacity of {self.max_tokens}")
+
+
 def moe_small(
     x: torch.Tensor,
     experts: PreparedExperts,
@@ -126,93 +248,38 @@ def moe_small(
     out: torch.Tensor,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """The routed experts of a layer, on the current stream, in three launches that synchronise with nothing.
+    """The routed experts of a layer; arguments and errors are those of `MoeSmall`.
 
-    Products of exact fp16 code values and fp16 activations are summed in fp32.  A row's bits depend on its own token,
-    experts and weights and on the key, not on its place in the batch nor on the other rows.
-
-    Args:
-        x: `[tokens, hidden]`, the key's `x_dtype`, contiguous.
-        experts: the layer on the same device.
-        topk_ids: `[tokens, top_k] int32 or int64`, contiguous; an id outside [0, experts) adds nothing.
-        topk_weights: `[tokens, top_k]`, the key's `weight_dtype`, contiguous.
-        key: which kernels; `plan_moe_small` makes one.
-        max_tokens: capacity that the scratch was sized for.
-        scratch: `[bytes] uint8`, at least `scratch_nbytes(key, max_tokens)`, 128-byte aligned, with any content; not
-            shared with another launch that may run at the same time.
-        out: `[tokens, hidden]`, the key's `out_dtype`, contiguous, written whole.
-        factor: multiplies every router weight.
+    What a `MoeSmall` fixes is kept for the next call with the same experts, key, capacity and scratch.
 
     Returns:
-        `out`.
-
-    Raises:
-        KernelTypeError: if a dtype or device is wrong.
-        KernelValueError: if a shape, stride, size or alignment is wrong, or the experts are not those of the key.
-        ColdKernelError: if the kernels are not ready and may not be compiled, frozen or under capture.
+        `out`, `[tokens, hidden]`.
     """
-    _check(x, experts, topk_ids, topk_weights, key, max_tokens, scratch, out)
-    tokens = x.shape[0]
-    if tokens == 0:
-        return out
-    biases = [experts.biases.get(projection) for projection in Projection]
-    tensors = (
-        x, topk_ids, topk_weights, experts.codes, experts.descriptors, experts.input_scales,
-        experts.intermediate_scales, experts.output_scales, *biases, out, scratch,
-    )  # fmt: skip
-    with torch.cuda.device(x.device):
-        kernel = compiler.ready(key)
-        kernel(
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            tokens,
-            max_tokens,
-            key.most_groups(tokens),
-            route_blocks(key, tokens),
-            factor,
-            cuda.CUstream(torch.cuda.current_stream().cuda_stream),
-        )
-    return out
+    known = _bound.setdefault(experts, {})
+    place = (key, max_tokens, scratch.data_ptr(), scratch.numel())
+    if place not in known:
+        known[place] = MoeSmall(experts, key=key, max_tokens=max_tokens, scratch=scratch, keep=False)
+    return known[place](x, topk_ids, topk_weights, out, factor=factor)
 
 
-def _check(
-    x: torch.Tensor,
-    experts: PreparedExperts,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    key: MoeSmallKey,
-    max_tokens: int,
-    scratch: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    check_dtype("x", x, _DTYPES[key.x_dtype])
-    check_dtype("out", out, _DTYPES[key.out_dtype])
-    check_dtype("topk_weights", topk_weights, _DTYPES[key.weight_dtype])
-    check_dtype("topk_ids", topk_ids, torch.int32 if key.id_bytes == 4 else torch.int64)
+_bound: WeakKeyDictionary[PreparedExperts, dict[tuple[MoeSmallKey, int, int, int], MoeSmall]] = WeakKeyDictionary()
+
+
+def _check_scratch(experts: PreparedExperts, key: MoeSmallKey, max_tokens: int, scratch: torch.Tensor) -> None:
+    device = experts.codes.device
+    if device.type != "cuda":
+        raise KernelTypeError(f"the experts must be on a CUDA device, got {device}")
     check_dtype("scratch", scratch, torch.uint8)
-    check_shape("x", x, None, key.hidden)
-    tokens = x.shape[0]
-    check_shape("out", out, tokens, key.hidden)
-    check_shape("topk_ids", topk_ids, tokens, key.top_k)
-    check_shape("topk_weights", topk_weights, tokens, key.top_k)
-    if x.device.type != "cuda":
-        raise KernelTypeError(f"x must be on a CUDA device, got {x.device}")
-    check_device(
-        x.device, out=out, topk_ids=topk_ids, topk_weights=topk_weights, scratch=scratch, codes=experts.codes
-    )
-    for name, tensor in (("x", x), ("out", out), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if not tensor.is_contiguous():
-            raise KernelValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    for name, tensor, unit in (("x", x, 16), ("out", out, 16), ("scratch", scratch, 128)):
-        if tensor.data_ptr() % unit:
-            raise KernelValueError(f"{name} must start at a multiple of {unit} bytes, got {tensor.data_ptr() % unit} past one")
-    if tokens > max_tokens:
-        raise KernelValueError(f"{tokens} tokens do not fit a capacity of {max_tokens}")
+    check_device(device, scratch=scratch)
     need = scratch_nbytes(key, max_tokens)
     if scratch.numel() < need:
         raise KernelValueError(f"scratch has {scratch.numel()} bytes; {max_tokens} tokens need {need}")
-    if key.most_groups(tokens) > _MOST_GRID_Y:
-        raise KernelValueError(f"{tokens} tokens may take {key.most_groups(tokens)} groups, at most {_MOST_GRID_Y} fit")
-    _check_experts(experts, key)
+    if scratch.data_ptr() % HEADER_BYTES:
+        past = scratch.data_ptr() % HEADER_BYTES
+        raise KernelValueError(f"scratch must start at a multiple of {HEADER_BYTES} bytes, got {past} past one")
+    if key.most_groups(max_tokens) > _MOST_GRID_Y:
+        groups = key.most_groups(max_tokens)
+        raise KernelValueError(f"{max_tokens} tokens may take {groups} groups, at most {_MOST_GRID_Y} fit")
 
 
 def _check_experts(experts: PreparedExperts, key: MoeSmallKey) -> None:

@@ -12,26 +12,37 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32
-
+from cutlass import Constexpr, Float32, Int32, Int64
 from trellis_format.extent import BLOCK
+
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
-from trellis_kernels.cute.moe_gemm import lane_rows, load_block_sums, multiply_strip, split_steps, sum_bytes
+from trellis_kernels.cute.moe_gemm import (
+    lane_rows,
+    load_block_sums,
+    multiply_strip,
+    shared_bytes,
+    split_steps,
+    warp_bytes,
+)
 from trellis_kernels.cute.moe_key import MoeSmallKey
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
-from trellis_kernels.cute.moe_scratch import GROUP_BYTES, SLOT_BYTES, Scratch, scratch_at
+from trellis_kernels.cute.moe_scratch import GROUP_BYTES, SLOT_BYTES, Scratch, load_place, scratch_at
 
-__all__ = ["up_kernel", "up_shared_bytes"]
+__all__ = ["ready_count", "up_kernel", "up_shared_bytes"]
 
-_DESCRIPTOR_BYTES = 16
 _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
 
 def up_shared_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
-    return sum_bytes(key.threads("up") // 32, key) + 16
+    return shared_bytes("up", key) + 16
+
+
+def ready_count(key: MoeSmallKey) -> int:
+    """What a group's ready counter holds once its rows are ready for down."""
+    return key.width // BLOCK // key.up.blocks
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -48,28 +59,42 @@ def _input_entry(part: Scratch, slot: Int32, key: MoeSmallKey) -> Int64:
     return Int64(route // key.top_k if key.shared_inputs else route) * key.rotated_inputs
 
 
-def _finish(sums: list[list[Float32]], scales: Int64, biases: list[Int64], part: Scratch, expert: Int32, slot: Int32, block: Int32, lane: Int32, key: MoeSmallKey) -> None:
+def _finish(
+    sums: list[list[Float32]],
+    scales: Int64,
+    biases: list[Int64],
+    part: Scratch,
+    expert: Int32,
+    slot: Int32,
+    block: Int32,
+    lane: Int32,
+    key: MoeSmallKey,
+) -> None:
     """From sums in the rotated basis to the rotated fp16 input of down, for one block of one row."""
     signs = moe_math.hadamard_signs(lane)
     channel = block * BLOCK + lane * LANE_CHANNELS
     row = Int64(expert) * (key.projections + 1)
-    branches = []
+    # every load before any use, so that they wait together
+    vectors = [
+        moe_math.load_scales(scales, (row + index) * key.width + Int64(channel)) for index in range(key.projections + 1)
+    ]
+    branches = sums
     if key.is_bytes:
-        entry = _input_entry(part, slot, key)
-        sums = [
-            moe_bytes.apply_law(sums[projection], part.rotated_laws + (entry + projection % key.rotated_inputs) * moe_bytes.LAW_BYTES)
-            for projection in range(key.projections)
+        first_law = part.rotated_laws + _input_entry(part, slot, key) * moe_bytes.LAW_BYTES
+        branches = [
+            moe_bytes.apply_law(values, first_law + (projection % key.rotated_inputs) * moe_bytes.LAW_BYTES)
+            for projection, values in enumerate(sums)
         ]
-    for projection in range(key.projections):
-        svh = moe_math.load_scales(scales, (row + projection) * key.width + Int64(channel))
-        values = [a * b for a, b in zip(moe_math.hadamard(sums[projection], signs), svh, strict=True)]
+    branches = [
+        [a * b for a, b in zip(moe_math.hadamard(values, signs), svh, strict=True)]
+        for values, svh in zip(branches, vectors, strict=False)
+    ]
+    for projection, bias in enumerate(biases[2 - key.projections :]):
         if key.biased[projection + 2 - key.projections]:
-            bias = moe_math.load_scales(biases[projection + 2 - key.projections], Int64(expert) * key.width + Int64(channel))
-            values = [a + b for a, b in zip(values, bias, strict=True)]
-        branches.append(values)
+            addend = moe_math.load_scales(bias, Int64(expert) * key.width + Int64(channel))
+            branches[projection] = [a + b for a, b in zip(branches[projection], addend, strict=True)]
     joined = moe_math.activate(branches[0] if key.gated else None, branches[-1], key.activation)
-    suh = moe_math.load_scales(scales, (row + key.projections) * key.width + Int64(channel))
-    rotated = moe_math.hadamard([a * b for a, b in zip(joined, suh, strict=True)], signs)
+    rotated = moe_math.hadamard([a * b for a, b in zip(joined, vectors[-1], strict=True)], signs)
     target = part.joined + Int64(slot) * (2 * key.width) + Int64(block * (2 * BLOCK))
     first = target + Int64(moe_math.stored_offset(lane))
     for index, word in enumerate(moe_math.stored_words(rotated)):
@@ -108,16 +133,14 @@ def _finish_rows(
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
             for projection in cutlass.range_constexpr(key.projections):
                 strip = place * per_block + projection * _BLOCK_STRIPS
-                sums = load_block_sums(s_sums, row, lane, strip, key.strips("up"), key.up.slices, key)
+                sums = load_block_sums(s_sums, row, lane, strip, "up", key)
                 gpu.store_floats(_part_address(part, first_slot + row, split_index, projection, channel, key), sums)
-        gpu.fence_device()
         cute.arch.sync_threads()
         if thread == 0:
             counter = part.up_arrivals + Int64(group * (key.width // BLOCK) + first_block) * 4
             gpu.store_shared_int(s_last, gpu.add_counter(counter, Int32(1)))
         cute.arch.sync_threads()
         is_last = Int32(gpu.load_shared_int(s_last) == key.up.split - 1)
-        gpu.fence_device()
     if is_last == 1:
         for task in cutlass.range(warp, tasks, warps, unroll=1):
             row = task // key.up.blocks
@@ -129,17 +152,18 @@ def _finish_rows(
                     sums = _ordered_parts(part, first_slot + row, projection, channel, key)
                 else:
                     strip = place * per_block + projection * _BLOCK_STRIPS
-                    sums = load_block_sums(s_sums, row, lane, strip, key.strips("up"), key.up.slices, key)
+                    sums = load_block_sums(s_sums, row, lane, strip, "up", key)
                 branches.append(sums)
-            _finish(branches, scales, [gate_bias, up_bias], part, expert, first_slot + row, first_block + place, lane, key)
+            _finish(
+                branches, scales, [gate_bias, up_bias], part, expert, first_slot + row, first_block + place, lane, key
+            )
+        cute.arch.sync_threads()
+        ready = part.group_ready + Int64(group) * 4
         if cutlass.const_expr(key.is_bytes):
-            gpu.fence_device()
-            cute.arch.sync_threads()
             if thread == 0:
                 gpu.store_shared_int(s_last, gpu.add_counter(part.group_arrivals + Int64(group) * 4, Int32(1)))
             cute.arch.sync_threads()
             if gpu.load_shared_int(s_last) == key.width // BLOCK // key.up.blocks - 1:
-                gpu.fence_device()
                 for row in cutlass.range(warp, rows, warps, unroll=1):
                     slot = Int64(first_slot + row)
                     moe_bytes.quantise_row(
@@ -149,6 +173,12 @@ def _finish_rows(
                         key.width,
                         lane,
                     )
+                cute.arch.sync_threads()
+                if thread == 0:
+                    gpu.add_counter(ready, Int32(ready_count(key)))
+        else:
+            if thread == 0:
+                gpu.add_counter(ready, Int32(1))
 
 
 def _ordered_parts(part: Scratch, slot: Int32, projection: int, channel: Int32, key: MoeSmallKey) -> list[Float32]:
@@ -166,7 +196,6 @@ def _ordered_parts(part: Scratch, slot: Int32, projection: int, channel: Int32, 
 @cute.kernel
 def up_kernel(
     words: Int64,
-    descriptors: Int64,
     scales: Int64,
     gate_bias: Int64,
     up_bias: Int64,
@@ -174,39 +203,49 @@ def up_kernel(
     max_tokens: Int32,
     key: Constexpr,
 ):
+    """One thread block: the rows of group y by the blocks, and the share of the input channels, of column x."""
     thread, _, _ = cute.arch.thread_idx()
     column, group, _ = cute.arch.block_idx()
     lane = thread & 31
     warp = cute.arch.make_warp_uniform(thread >> 5)
     smem = cutlass.memory.SmemAllocator()
-    s_sums = smem.allocate_array(Float32, sum_bytes(key.threads("up") // 32, key) // 4, byte_alignment=16).toint()
+    s_sums = smem.allocate_array(Float32, shared_bytes("up", key) // 4, byte_alignment=16).toint()
     s_last = smem.allocate_array(Int32, 4, byte_alignment=16).toint()
     part = scratch_at(scratch, max_tokens, key)
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
-    if group < gpu.load_ints(part.header, 1)[0]:
-        entry = gpu.load_ints(part.groups + Int64(group) * GROUP_BYTES, 4)
+    strips = key.strips("up")
+    strip = warp % strips
+    place = strip // (_BLOCK_STRIPS * key.projections)
+    projection = strip // _BLOCK_STRIPS % key.projections
+    if cutlass.const_expr(key.overlaps):
+        cute.arch.griddepcontrol_wait()
+    entry = gpu.load_fresh_ints(part.groups + Int64(group) * GROUP_BYTES, 4)
+    linear = load_place(part, group, projection)
+    groups = gpu.load_fresh_ints(part.header, 1)[0]
+    is_live = group < groups
+    if cutlass.const_expr(key.overlaps):
+        cute.arch.griddepcontrol_launch_dependents()
+    if is_live:
         expert = entry[0]
         first_slot = entry[1]
         rows = entry[2]
-        strips = key.strips("up")
-        strip = warp % strips
-        place = strip // (_BLOCK_STRIPS * key.projections)
-        projection = strip // _BLOCK_STRIPS % key.projections
         first_block = column // key.up.split * key.up.blocks
         split_index = column % key.up.split
         steps = split_steps(key.padded_hidden, key.up.split, split_index)
         which = projection if cutlass.const_expr(key.rotated_inputs == 2) else Int32(0)
+        if warp == 0:
+            row = Int64(expert) * (key.projections + 1)
+            for index in cutlass.range_constexpr(key.projections + 1):
+                first = (row + index) * key.width + Int64(first_block * BLOCK)
+                moe_math.fetch_scales(scales, first, key.up.blocks * BLOCK, lane)
 
         def address(row: Int32) -> Int64:
             return part.rotated + (_input_entry(part, first_slot + row, key) + Int64(which)) * (2 * key.padded_hidden)
 
-        r_rows = lane_rows(rows, lane, key, address)
         multiply_strip(
             words,
-            descriptors + Int64(expert * (key.projections + 1) + projection) * _DESCRIPTOR_BYTES,
-            r_rows,
-            s_sums + warp * sum_bytes(1, key),
+            linear,
+            lambda columns: lane_rows(rows, lane, columns, key, address),
+            s_sums + warp * warp_bytes("up", key),
             (first_block + place) * _BLOCK_STRIPS + strip % _BLOCK_STRIPS,
             rows,
             steps[0] + warp // strips,
@@ -215,7 +254,7 @@ def up_kernel(
             lane,
             key.up_rates,
             key.width // 16,
-            key.up.stages,
+            key.up,
             key,
         )
         cute.arch.sync_threads()

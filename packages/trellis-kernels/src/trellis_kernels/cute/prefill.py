@@ -24,8 +24,10 @@ from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda
 from trellis_kernels.cute.prefill_key import (
+    ENTRY_WORDS,
     PrefillGemmKey,
     PrefillImageKey,
+    PrefillReduceKey,
     PrefillScheduleKey,
     block_capacity,
 )
@@ -42,10 +44,9 @@ __all__ = [
     "make_blocks",
     "make_image",
     "rate_pairs",
+    "sum_rows",
     "whole_window",
 ]
-
-_ENTRY_WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def rate_pairs(banks: tuple[CodeBank, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({tuple(half for _, half in places) for places in zip(*(b.places for b in banks), strict=True)}))
 
 
-def _launch(key: KernelKey, device: torch.device, *arguments: int) -> None:
+def _launch(key: KernelKey, device: torch.device, *arguments: int | float) -> None:
     with torch.cuda.device(device):
         kernel = compiler.ready(key)
         kernel(*arguments, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
@@ -129,7 +130,9 @@ def make_blocks(
     experts = banks[0].num_experts
     most = block_capacity(window.slots, experts)
     if entries.shape[0] < most:
-        raise KernelValueError(f"{window.slots} slots of {experts} experts need {most} row blocks, got {entries.shape[0]}")
+        raise KernelValueError(
+            f"{window.slots} slots of {experts} experts need {most} row blocks, got {entries.shape[0]}"
+        )
     _launch(
         PrefillScheduleKey(_arch(entries.device)),
         entries.device,
@@ -305,6 +308,49 @@ def down_rows(
     _gemm(key, (bank,), (image,), blocks, routes, out, (scales,), None, (bias,))
 
 
+def sum_rows(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
+    factor: float,
+    out: torch.Tensor,
+) -> None:
+    """Sum each token's weighted route rows in slot order, in fp32.
+
+    Args:
+        rows: `[tokens * top_k, padded channels] float16`, by flat route; rows of dropped routes hold anything.
+        topk_ids: `[tokens, top_k] int32 or int64`, as they were packed.
+        topk_weights: `[tokens, top_k]`, float16, bfloat16 or float32.
+        num_experts: experts that the rank holds.
+        expert_map: as it was packed with, or None.
+        factor: multiplies every weight.
+        out: `[tokens, channels]`, float32, float16 or bfloat16, channels a multiple of 8; written whole.
+    """
+    tokens, top_k = topk_ids.shape
+    if not tokens:
+        return
+    _launch(
+        PrefillReduceKey(_arch(rows.device), DTYPE_NAMES[topk_weights.dtype], DTYPE_NAMES[out.dtype]),
+        rows.device,
+        rows.data_ptr(),
+        topk_ids.data_ptr(),
+        topk_weights.data_ptr(),
+        _address(expert_map),
+        out.data_ptr(),
+        tokens,
+        top_k,
+        num_experts,
+        0 if expert_map is None else expert_map.numel(),
+        rows.shape[1],
+        out.shape[1],
+        topk_ids.element_size(),
+        factor,
+    )
+
+
 def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: torch.Tensor) -> torch.Tensor:
     """out[r] = a[r] @ W[expert of r]; see `trellis_kernels.ops.grouped_gemm`."""
     check_cuda("a", a)
@@ -321,7 +367,7 @@ def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: 
     image = torch.empty(bank.k // PANEL_CHANNELS, window.slots, PANEL_CHANNELS, dtype=torch.float16, device=a.device)
     make_image(a, routes, (), (image,), window, route_count=a.shape[0], routes_per_row=1)
     entries = torch.empty(
-        block_capacity(window.slots, bank.num_experts), _ENTRY_WORDS, dtype=torch.int32, device=a.device
+        block_capacity(window.slots, bank.num_experts), ENTRY_WORDS, dtype=torch.int32, device=a.device
     )
     count = torch.empty(1, dtype=torch.int32, device=a.device)
     for half_bits in rate_pairs((bank,)):

@@ -104,6 +104,20 @@ def _write_row(s_row: list[Int32], values: list[Float32]) -> None:
             gpu.store_shared_floats(s_row[part] + first * 4, values[16 * part + first : 16 * part + first + 4])
 
 
+def _row_part(s_sums: Int32, warp: Int32, lane: Int32) -> Int32:
+    """Address of channels 4 lane to 4 lane + 3 of row 8 warp: two pairs of places, one for each c."""
+    half = (lane >> 1) & 1
+    place = (8 * (lane >> 3) + 4 * ((lane >> 2) & 1) + 2 * (lane & 1)) ^ (16 * half)
+    return s_sums + (8 * warp) * _PITCH + (32 * half + place) * 4
+
+
+def _read_part(s_part: Int32, row: int) -> list[Float32]:
+    """Four consecutive channels, `row` rows further."""
+    even = gpu.load_shared_floats(s_part + row * _PITCH, 2)
+    odd = gpu.load_shared_floats(s_part + (row * _PITCH + 256), 2)
+    return [even[0], odd[0], even[1], odd[1]]
+
+
 def _scaled(values: list[Float32], s_factors: Int32, s_addends: Int32 | None = None) -> list[Float32]:
     """A lane's 32 values times 32 that the whole warp shares, plus 32 more."""
     result: list[Float32] = []
@@ -156,10 +170,7 @@ def finish_rows(
         if cutlass.const_expr(key.biased[0]):
             g_bias = bias + (Int64(expert) * Int64(bias_pitch) + Int64(channel)) * 2
             addends = _scale_pairs(gpu.load_words(g_bias, 2))
-    # channels 4 lane .. 4 lane + 3 are two pairs of places, one for each c
-    half = (lane >> 1) & 1
-    place = (8 * (lane >> 3) + 4 * ((lane >> 2) & 1) + 2 * (lane & 1)) ^ (16 * half)
-    s_read = s_sums + (8 * warp) * _PITCH + (32 * half + place) * 4
+    s_read = _row_part(s_sums, warp, lane)
     width = Int64(blocks * BLOCK_CHANNELS)
     for unit in cutlass.range_constexpr(4):
         if rows > ROW_UNIT * unit:
@@ -172,9 +183,7 @@ def finish_rows(
                 row = ROW_UNIT * unit + 8 * warp + index
                 slot = first_slot + cutlass.min(row, rows - 1)
                 route = gpu.load_ints(routes + Int64(slot) * 4, 1)[0]
-                low = gpu.load_shared_floats(s_read + index * _PITCH, 2)
-                high = gpu.load_shared_floats(s_read + (index * _PITCH + 256), 2)
-                values = [low[0], high[0], low[1], high[1]]
+                values = _read_part(s_read, index)
                 if cutlass.const_expr(rotated):
                     values = [gpu.fma(v, f, a) for v, f, a in zip(values, factors, addends, strict=True)]
                 g_out = out + (Int64(route) * width + Int64(channel)) * value_bytes
@@ -264,7 +273,10 @@ def finish_join(
     _fill_table(s_tables, scales, expert, scale_pitch, inside, _NORM, warp, lane)
     _fill_table(s_tables + 512, input_scales, expert, input_scale_pitch, inside, _NORM, warp, lane)
     if cutlass.const_expr(biased):
-        _fill_table(s_tables + 1024, bias, expert, bias_pitch, inside, 1.0, warp, lane)
+        if bias != 0:
+            _fill_table(s_tables + 1024, bias, expert, bias_pitch, inside, 1.0, warp, lane)
+        else:  # only the other branch has one
+            gpu.store_shared_floats(s_tables + 1024 + (32 * warp + lane) * 4, [Float32(0.0)])
     s_scales = s_tables + warp * 128
     if cutlass.const_expr(key.gated):
         s_gives = s_work + group * key.sum_bytes
@@ -312,7 +324,9 @@ def finish_join(
                 joined = moe_math.activate(None, _rotate_out(s_row, s_scales, biased), key.activation)
                 _write_row(s_row, _butterfly(_scaled(joined, s_scales + 512), 5))
                 _sync_group(group)
-                _store_image(s_sums, out, 2 * block, image_slot, live_rows, Int32(ROW_UNIT * unit), out_rows, warp, lane)
+                _store_image(
+                    s_sums, out, 2 * block, image_slot, live_rows, Int32(ROW_UNIT * unit), out_rows, warp, lane
+                )
                 _sync_group(group)
 
 

@@ -27,7 +27,7 @@ from trellis_kernels.cute.prefill_share import quarter_share
 __all__ = ["build"]
 
 _THREADS = (CONSUMER_WARPS + 4) * 32  # registers are handed over between whole warpgroups, so the feeding warp has one
-_FEEDER_REGISTERS = 32
+_FEEDER_REGISTERS = 24
 _CONSUMER_REGISTERS = 240
 _ENTRY_BYTES = 16
 _TILE_ALIGNMENT = 1024
@@ -123,15 +123,21 @@ def _gemm_kernel(
         position = Int32(0)
         for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
             rows = gpu.load_ints(entries + (Int64(tile // column_blocks) * _ENTRY_BYTES + 8), 1)[0]
-            if cutlass.const_expr(key.half_bits[0] == key.half_bits[-1]):
+            if cutlass.const_expr(key.half_bits[0] == key.half_bits[-1]):  # noqa: SIM114  # one is known at trace time
                 s_lane = s_group_codes + lane_codes(shares[0], group_warp, lane)
-                _accumulate_block(r_sums, barriers, s_group_rows, s_lane, position, steps, rows, lane, key.half_bits[0], key)
+                _accumulate_block(
+                    r_sums, barriers, s_group_rows, s_lane, position, steps, rows, lane, key.half_bits[0], key
+                )
             elif group == 0:
                 s_lane = s_group_codes + lane_codes(shares[0], group_warp, lane)
-                _accumulate_block(r_sums, barriers, s_group_rows, s_lane, position, steps, rows, lane, key.half_bits[0], key)
+                _accumulate_block(
+                    r_sums, barriers, s_group_rows, s_lane, position, steps, rows, lane, key.half_bits[0], key
+                )
             else:
                 s_lane = s_group_codes + lane_codes(shares[1], group_warp, lane)
-                _accumulate_block(r_sums, barriers, s_group_rows, s_lane, position, steps, rows, lane, key.half_bits[1], key)
+                _accumulate_block(
+                    r_sums, barriers, s_group_rows, s_lane, position, steps, rows, lane, key.half_bits[1], key
+                )
             position = position + steps
             # found again, so that the loop above need not keep it in registers
             same_tile = wgmma.again(tile)

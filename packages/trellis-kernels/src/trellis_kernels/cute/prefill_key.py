@@ -10,27 +10,36 @@ from typing import ClassVar
 
 from trellis_format.activations import Activation
 from trellis_format.codebooks import get_codebook
+from trellis_format.codebooks.mul1 import Mul1
+from trellis_format.codebooks.summed_halves import MCG, ThreeInst
 from trellis_format.rates import Rate
 from trellis_kernels.cute.keys import VALUE_BYTES, KernelKey
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, quarter_share
-from trellis_kernels.errors import KernelTypeError, KernelValueError
+from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
 
 __all__ = [
+    "ARITHMETIC_CODEBOOKS",
     "BLOCK_ROWS_MOST",
+    "ENTRY_WORDS",
     "EPILOGUES",
     "ROW_UNIT",
     "SHARED_LIMIT",
     "PrefillGemmKey",
     "PrefillImageKey",
+    "PrefillReduceKey",
     "PrefillScheduleKey",
     "block_capacity",
     "image_nbytes",
 ]
 
+ARITHMETIC_CODEBOOKS = (ThreeInst.name, MCG.name, Mul1.name)
+"""Codebooks whose law takes no table, for which the loop has no shared memory."""
 BLOCK_ROWS_MOST = 128
 """Token rows of a block: the columns of one `wgmma`."""
 ROW_UNIT = 32
 """Rows in which blocks are cut; the product of a block is that many columns wide at a time."""
+ENTRY_WORDS = 4
+"""32-bit words of a row block: expert, first slot, rows, first row of the image."""
 EPILOGUES = ("rows", "down", "join")
 """What becomes of the sums: `rows` as they are; `down` rotated out; `join` activated and rotated in."""
 
@@ -75,6 +84,7 @@ class PrefillGemmKey(KernelKey):
 
     Raises:
         FormatValueError: if the codebook is unknown or a rate not legal for it.
+        KernelUnsupportedError: if the codebook's law needs a table.
         KernelTypeError, KernelValueError: if the parts do not fit each other.
     """
 
@@ -95,10 +105,17 @@ class PrefillGemmKey(KernelKey):
             raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not sm_90a")
         for half_bits in self.half_bits:
             get_codebook(self.codebook).check_rate(Rate(half_bits))
+        if self.codebook not in ARITHMETIC_CODEBOOKS:
+            raise KernelUnsupportedError(
+                f"the many-row GEMM has no table of codebook {self.codebook}; "
+                f"without one: {', '.join(ARITHMETIC_CODEBOOKS)}"
+            )
         _check_member("epilogue", self.epilogue, EPILOGUES)
         _check_member("out_dtype", self.out_dtype, {"float16": 2, "float32": 4})
         if (self.activation is not None) != (self.epilogue == "join"):
-            raise KernelTypeError(f"epilogue {self.epilogue!r} with activation {self.activation!r}: only join takes one")
+            raise KernelTypeError(
+                f"epilogue {self.epilogue!r} with activation {self.activation!r}: only join takes one"
+            )
         linears = 2 if self.gated else 1
         if len(self.half_bits) != linears or len(self.biased) != linears:
             raise KernelValueError(
@@ -186,6 +203,34 @@ class PrefillImageKey(KernelKey):
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.arch} {self.in_dtype} images={self.images}"
+
+
+@dataclass(frozen=True)
+class PrefillReduceKey(KernelKey):
+    """The kernel that sums each token's float16 route rows.
+
+    Args:
+        arch: compile target.
+        weight_dtype: of the route weights.
+        out_dtype: of the results.
+
+    Raises:
+        KernelValueError: if a dtype is unknown.
+    """
+
+    kernel: ClassVar[str] = "prefill_reduce"
+    module: ClassVar[str] = "trellis_kernels.cute.prefill_reduce"
+
+    weight_dtype: str
+    out_dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_member("weight_dtype", self.weight_dtype, VALUE_BYTES)
+        _check_member("out_dtype", self.out_dtype, VALUE_BYTES)
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.arch} {self.weight_dtype}->{self.out_dtype}"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ __all__ = ["CONSUMER_WARPS", "accumulate", "lane_codes", "produce"]
 CONSUMER_WARPS = 8
 """Warps of both warpgroups; each arrives once at a stage's barrier when it has done with it."""
 
+_COLUMNS = 2
 _FRAGMENTS = 4
+_PAIRED_COLUMNS = 96  # from here on the products of both columns are issued together
 _FRAGMENT_UNITS = 2  # 16-byte units of a row's 32 bytes that one fragment meets
 _DESCRIPTOR_BYTES = 16
 _BLOCK_TILES = BLOCK_CHANNELS // TILE
@@ -72,27 +74,70 @@ def load_column(s_codes: Int32, s_before: Int32, share: QuarterShare, column: in
     return backwards
 
 
-def decode_column(words: list[Uint32 | None], share: QuarterShare, column: int, codebook: str) -> list[list[Uint32]]:
-    """Words counted backwards from the last of the share to the four A fragments of one column."""
+def decode_fragment(
+    words: list[Uint32 | None], share: QuarterShare, column: int, index: int, codebook: str
+) -> list[Uint32]:
+    """Words counted backwards from the last of the share to one A fragment of a column."""
+    first = 32 * column + 8 * index
+    cuts = share.cuts[first : first + 8]
+    twice = cut_windows(words, cuts, funnel_right=primitives.funnel_right, permute=primitives.permute_bytes)
     law = get_device_codebook(codebook)
+    pairs = [law.decode_pair(twice[2 * p], twice[2 * p + 1]) for p in range(4)]
+    # pairs lie as (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8); the operand wants both n before the next k
+    return [pairs[0], pairs[2], pairs[1], pairs[3]]
+
+
+def step_batches(columns: int) -> list[list[tuple[int, int]]]:
+    """The products of a step, (column of the share, fragment) each, in batches that are issued together."""
+    if columns >= _PAIRED_COLUMNS:
+        return [[(column, index) for column in range(_COLUMNS)] for index in range(_FRAGMENTS)]
+    return [[(column, index)] for column in range(_COLUMNS) for index in range(_FRAGMENTS)]
+
+
+def _decode_batch(
+    batch: list[tuple[int, int]],
+    words: dict[int, list[Uint32 | None]],
+    s_codes: Int32,
+    before: Int32,
+    share: QuarterShare,
+    codebook: str,
+) -> list[list[Uint32]]:
+    """The fragments of a batch; `words` keeps what was loaded of this step, by column."""
     fragments = []
-    for first in range(32 * column, 32 * column + 32, 8):
-        cuts = share.cuts[first : first + 8]
-        twice = cut_windows(words, cuts, funnel_right=primitives.funnel_right, permute=primitives.permute_bytes)
-        pairs = [law.decode_pair(twice[2 * p], twice[2 * p + 1]) for p in range(4)]
-        # pairs lie as (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8); the operand wants both n before the next k
-        fragments.append([pairs[0], pairs[2], pairs[1], pairs[3]])
+    for column, index in batch:
+        if column not in words:
+            words[column] = load_column(s_codes, s_codes + before, share, column)
+        fragments.append(decode_fragment(words[column], share, column, index, codebook))
     return fragments
 
 
-def _multiply_column(r_sums: Any, column: int, fragments: list[list[Uint32]], rows: Int32, columns: int) -> None:
+def _issue_batch(
+    r_sums: Any, batch: list[tuple[int, int]], fragments: list[list[Uint32]], rows: Int32, columns: int
+) -> None:
+    """Start the products of a batch; a group of its own."""
     cute.nvgpu.warpgroup.fence()
-    sums = [r_sums[column, index] for index in range(columns // 2)]
-    for index, fragment in enumerate(fragments):
-        sums = wgmma.multiply(sums, fragment, rows + _FRAGMENT_UNITS * index, columns)
-    for index in range(columns // 2):
-        r_sums[column, index] = sums[index]
+    used = {column for column, _ in batch}
+    sums = {column: [r_sums[column, index] for index in range(columns // 2)] for column in used}
+    for (column, index), fragment in zip(batch, fragments, strict=True):
+        sums[column] = wgmma.multiply(sums[column], fragment, rows + _FRAGMENT_UNITS * index, columns)
+    for column in used:
+        for index in range(columns // 2):
+            r_sums[column, index] = sums[column][index]
     cute.nvgpu.warpgroup.commit_group()
+
+
+def _pin_sums(r_sums: Any, columns: int) -> None:
+    """Let nothing read the sums before this point."""
+    for column in range(_COLUMNS):
+        sums = wgmma.pin([r_sums[column, index] for index in range(columns // 2)])
+        for index in range(columns // 2):
+            r_sums[column, index] = sums[index]
+
+
+def _keep_batch(r_batch: Any, fragments: list[list[Uint32]]) -> None:
+    for index, fragment in enumerate(fragments):
+        for part in range(4):
+            r_batch[index, part] = fragment[part]
 
 
 @cute.jit
@@ -110,7 +155,8 @@ def accumulate(
 ):
     """Add all steps of a row block to the sums `[2, 64]`; `position` counts steps since the kernel's start.
 
-    `s_rows` is the row tile of stage 0, `s_codes` this lane's words in it.
+    `s_rows` is the row tile of stage 0, `s_codes` this lane's words in it.  Each batch of products is followed by the
+    decoding of the next, because a warp that issues products one after the other stands still for them.
     """
     share = quarter_share(Rate(half_bits))
     # bytes from this lane's words to the last word of the quarter before, on the same ring of four quarters
@@ -120,29 +166,38 @@ def accumulate(
     stage = position % stages
     phase = (position // stages) & 1
     previous = stage
+    batches = step_batches(columns)
+    size = len(batches[0])
+    r_batch = cute.make_rmem_tensor(cute.make_layout((size, 4), stride=(4, 1)), Uint32)
+    cute.arch.mbarrier_wait(barriers + stage, phase)
+    s_step = s_codes + stage * key.code_stage_bytes
+    _keep_batch(r_batch, _decode_batch(batches[0], {}, s_step, before, share, key.codebook))
     for step in cutlass.range(steps, unroll=1):
-        cute.arch.mbarrier_wait(barriers + stage, phase)
-        s_stage_codes = s_codes + stage * key.code_stage_bytes
         rows = wgmma.descriptor_word(s_rows + stage * key.row_stage_bytes)
-        for column in cutlass.range_constexpr(share.columns):
-            backwards = load_column(s_stage_codes, s_stage_codes + before, share, column)
-            fragments = decode_column(backwards, share, column, key.codebook)
-            _multiply_column(r_sums, column, fragments, rows, columns)
+        s_step = s_codes + stage * key.code_stage_bytes
+        fragments = [[r_batch[index, part] for part in range(4)] for index in range(size)]
+        words: dict[int, list[Uint32 | None]] = {}
+        for place in cutlass.range_constexpr(len(batches)):
+            _issue_batch(r_sums, batches[place], fragments, rows, columns)
+            if cutlass.const_expr(place + 1 < len(batches)):
+                fragments = _decode_batch(batches[place + 1], words, s_step, before, share, key.codebook)
+            else:
+                previous = stage
+                # the last step looks at its own stage once more rather than at one that may never be filled
+                more = Int32(step + 1 < steps)
+                wraps = more * Int32(stage == stages - 1)
+                stage = (stage + more) * (1 - wraps)
+                phase = phase ^ wraps
+                s_next = s_codes + stage * key.code_stage_bytes
+                cute.arch.mbarrier_wait(barriers + stage, phase)
+                _keep_batch(r_batch, _decode_batch(batches[0], {}, s_next, before, share, key.codebook))
             cute.nvgpu.warpgroup.wait_group(1)
-            if cutlass.const_expr(column == 0):
+            if cutlass.const_expr(place == 0):
                 # all products of the step before are done, so its stage may be filled again
-                s_empty = (barriers + (stages + previous)).toint()
-                wgmma.arrive(s_empty, first_arrival & Boolean(step > 0))
-        previous = stage
-        wraps = Int32(stage == stages - 1)
-        stage = (stage + 1) * (1 - wraps)
-        phase = phase ^ wraps
+                wgmma.arrive((barriers + (stages + previous)).toint(), first_arrival & Boolean(step > 0))
     cute.nvgpu.warpgroup.wait_group(0)
     wgmma.arrive((barriers + (stages + previous)).toint(), first_arrival)
-    for column in cutlass.range_constexpr(share.columns):
-        sums = wgmma.pin([r_sums[column, index] for index in range(columns // 2)])
-        for index in cutlass.range_constexpr(columns // 2):
-            r_sums[column, index] = sums[index]
+    _pin_sums(r_sums, columns)
 
 
 @cute.jit
@@ -203,7 +258,7 @@ def produce(
             g_advance = STEP_TILE_ROWS * row_pitch
             nbytes = code_bytes
         total = key.images * row_bytes + STEP_TILE_ROWS * (shares[0].row_bytes + shares[1].row_bytes)
-        for step in cutlass.range(steps, unroll=1):
+        for _ in cutlass.range(steps, unroll=1):
             stage = position % stages
             phase = (position // stages) & 1
             cute.arch.mbarrier_wait(barriers + (stages + stage), phase ^ 1)

@@ -2,9 +2,10 @@
 
 It must not know tensors, codes or rows.
 
-One warp walks over the experts, 32 at a time.  A segment is cut into the fewest blocks of at most 128 rows, and those
-are made as even as multiples of 32 rows allow, because a block costs the decoding of its weights however few rows it
-has.  A launch of the GEMM has one pair of rates, so experts with others get no blocks here.
+A thread has an expert, and counts the blocks before its own by a sum over its warp and one over the warps.  A segment
+is cut into the fewest blocks of at most 128 rows, and those are made as even as multiples of 32 rows allow, because a
+block costs the decoding of its weights however few rows it has.  A launch of the GEMM has one pair of rates, so experts
+with others get no blocks here.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute.prefill_key import BLOCK_ROWS_MOST, ROW_UNIT, PrefillScheduleKey
+from trellis_kernels.cute.prefill_key import BLOCK_ROWS_MOST, ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
 from trellis_kernels.cute.window import LANES
 
-__all__ = ["ENTRY_WORDS", "build"]
-
-ENTRY_WORDS = 4
-"""32-bit words of a row block: expert, first slot, rows, first row of the image."""
+__all__ = ["build"]
 
 _DESCRIPTOR_BYTES = 16
+_THREADS = LANES * LANES  # so that a warp sums over the warps
 _UNITS = BLOCK_ROWS_MOST // ROW_UNIT
+
+
+def _count_through(count: Int32, lane: Int32) -> Int32:
+    """The sum of this lane's count and those of the lanes below."""
+    for distance in (1, 2, 4, 8, 16):
+        below = cute.arch.shuffle_sync(count, cutlass.max(lane - distance, 0))
+        count = count + below * Int32(lane >= distance)
+    return count
 
 
 @cute.kernel
@@ -43,10 +50,13 @@ def _schedule_kernel(
     first_half_bits: Int32,
     last_half_bits: Int32,
 ):
-    lane, _, _ = cute.arch.thread_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    lane = thread % LANES
+    warp = cute.arch.make_warp_uniform(thread // LANES)
+    s_totals = cute.arch.alloc_smem(Int32, LANES).toint()
     base = Int32(0)
-    for group in cutlass.range((experts + (LANES - 1)) // LANES, unroll=1):
-        expert = group * LANES + lane
+    for group in cutlass.range((experts + (_THREADS - 1)) // _THREADS, unroll=1):
+        expert = group * _THREADS + thread
         known = cutlass.min(expert, experts - 1)
         count = gpu.load_ints(counts + Int64(known) * 4, 1)[0]
         offset = gpu.load_ints(offsets + Int64(known) * 4, 1)[0]
@@ -60,21 +70,25 @@ def _schedule_kernel(
         rows = rows * fits
         units = (rows + (ROW_UNIT - 1)) // ROW_UNIT
         blocks = (units + (_UNITS - 1)) // _UNITS
-        through = blocks
-        for distance in (1, 2, 4, 8, 16):
-            below = cute.arch.shuffle_sync(through, cutlass.max(lane - distance, 0))
-            through = through + below * Int32(lane >= distance)
+        through = _count_through(blocks, lane)
+        cute.arch.sync_threads()  # the totals of the group before have been read
+        if lane == LANES - 1:
+            gpu.store_shared_int(s_totals + warp * 4, through)
+        cute.arch.sync_threads()
+        totals = _count_through(gpu.load_shared_int(s_totals + lane * 4), lane)
+        lower = cute.arch.shuffle_sync(totals, cutlass.max(warp - 1, 0)) * Int32(warp > 0)
+        first = base + lower + through - blocks
         small = units // cutlass.max(blocks, 1)
         larger = units - small * blocks
         row = Int32(0)
         for block in cutlass.range(blocks, unroll=1):
             block_rows = (small + Int32(block < larger)) * ROW_UNIT
-            g_entry = entries + Int64(base + through - blocks + block) * (4 * ENTRY_WORDS)
             slot = begin + row
+            g_entry = entries + Int64(first + block) * (4 * ENTRY_WORDS)
             gpu.store_words(g_entry, [expert, slot, cutlass.min(block_rows, rows - row), slot - first_slot])
             row = row + block_rows
-        base = base + cute.arch.shuffle_sync(through, LANES - 1)
-    if lane == 0:
+        base = base + cute.arch.shuffle_sync(totals, LANES - 1)
+    if thread == 0:
         gpu.store_words(entry_count, [base])
 
 
@@ -97,10 +111,10 @@ def _schedule_host(
     _schedule_kernel(
         counts, offsets, first_descriptors, last_descriptors, entries, entry_count, experts, first_slot, end_slot,
         first_half_bits, last_half_bits,
-    ).launch(grid=[1, 1, 1], block=[LANES, 1, 1], stream=stream)  # fmt: skip
+    ).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)  # fmt: skip
 
 
-def build(key: PrefillScheduleKey, options: str) -> Any:
+def build(key: PrefillScheduleKey, options: str) -> Any:  # noqa: ARG001  # there is one specialisation
     """Compile the kernel; touches no device and launches nothing.
 
     Args:

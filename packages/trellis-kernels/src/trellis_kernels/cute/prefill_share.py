@@ -87,7 +87,7 @@ class QuarterShare:
         return STEP_TILE_ROWS * self.row_pitch
 
     def column_words(self, column: int) -> frozenset[int]:
-        """Words, counted backwards from the last of the share, that hold a column's windows; `words` is the one before."""
+        """Words that hold a column's windows, counted backwards from the last; `words` is the one before the share."""
         starts = [start for cut in self.cuts[32 * column : 32 * column + 32] for start in (cut.low, cut.high)]
         reached = {start // 32 for start in starts} | {start // 32 + 1 for start in starts if start % 32}
         return frozenset(word for word in reached if word <= self.words)
@@ -110,8 +110,13 @@ def quarter_share(rate: Rate) -> QuarterShare:
         load_words=next(count for count in (4, 2, 1) if words % count == 0),
         row_bytes=row_bytes,
         row_pitch=row_bytes + _BANK_GAP,
-        cuts=cover_cuts(lags),
+        # each column cuts for itself, because it loads its own words; shifted words are shared inside it
+        cuts=tuple(cut for first in range(0, _POSITIONS, _POSITIONS // _COLUMNS) for cut in _column_cuts(lags, first)),
     )
+
+
+def _column_cuts(lags: tuple[int, ...], first: int) -> tuple[Cut, ...]:
+    return cover_cuts(lags[first : first + _POSITIONS // _COLUMNS])
 
 
 def output_channel(warp: int, g: int, column: int, half: int) -> int:

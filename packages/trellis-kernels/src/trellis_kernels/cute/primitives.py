@@ -16,16 +16,24 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 __all__ = [
     "add_halves",
     "and_xor",
+    "copy_to_shared",
     "dot_ones",
+    "evaluate_line",
     "f16x2_to_bf16x2",
     "f16x2_to_f32",
+    "f32_to_f16x2",
+    "float_bits",
     "fma_f16x2",
     "funnel_right",
     "join_low_halves",
     "load_global_word",
     "load_shared",
+    "load_shared_byte",
+    "load_shared_half",
+    "load_shared_word",
     "multiply_add",
     "permute_bytes",
+    "reverse_bits",
     "store_global_16_bytes",
     "store_matrices_transposed",
     "store_transposed_by_shuffle",
@@ -111,6 +119,35 @@ def fma_f16x2(value: Uint32, scale_bits: int, bias_bits: int) -> Uint32:
     return _register_op(f"{{.reg .b32 s, b; mov.b32 s, {scale}; mov.b32 b, {bias}; fma.rn.f16x2 $0, $1, s, b;}}", value)
 
 
+def reverse_bits(value: Uint32) -> Uint32:
+    """The 32 bits of a register in the opposite order."""
+    return _register_op("brev.b32 $0, $1;", value)
+
+
+def float_bits(value: Uint32) -> Uint32:
+    """Bits of the float32 that an integer below 2^24 is, exactly."""
+    return _register_op("{.reg .f32 x; cvt.rn.f32.u32 x, $1; mov.b32 $0, x;}", value)
+
+
+def evaluate_line(segment: Uint32, end_bits: Uint32, start_bits: Uint32) -> Uint32:
+    """Bits of float32 `slope * ((end - start - 1) / 2) + base`; base is the low half of `segment`, slope the upper."""
+    return _register_op(
+        "{.reg .b16 b, s; .reg .f32 x, y, z; mov.b32 {b, s}, $1; mov.b32 x, $2; mov.b32 y, $3; sub.rn.f32 x, x, y; "
+        "fma.rn.f32 x, x, 0f3F000000, 0fBF000000; cvt.f32.f16 y, s; cvt.f32.f16 z, b; fma.rn.f32 x, x, y, z; "
+        "mov.b32 $0, x;}",
+        segment,
+        end_bits,
+        start_bits,
+    )
+
+
+def f32_to_f16x2(low_bits: Uint32, high_bits: Uint32) -> Uint32:
+    """Bits of two float32 values to an fp16 pair, rounded to nearest even."""
+    return _register_op(
+        "{.reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; cvt.rn.f16x2.f32 $0, y, x;}", low_bits, high_bits
+    )
+
+
 def f16x2_to_bf16x2(pair: Uint32) -> Uint32:
     """fp16 pair to bf16 pair, rounded to nearest even."""
     return _register_op(
@@ -142,8 +179,45 @@ def load_shared(address: Int32, words: int) -> list[Uint32]:
     return list(loaded) if words > 1 else [loaded]
 
 
-def store_global_16_bytes(address: Int64, words: list[Uint32], predicate: Boolean) -> None:
-    """Four 32-bit words to global memory where the predicate holds; the address is a multiple of 16 bytes."""
+def load_shared_half(base: Int32, offset: Uint32) -> Uint32:
+    """A 16-bit value of shared memory in the low half, zeros above; the offset is in bytes."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 a; .reg .b16 h; add.u32 a, {$r0}, {$r1}; ld.shared.b16 h, [a]; mov.b32 {$w0}, {h, 0};}",
+        write_only_types=[Uint32],
+        read_only_args=[base, offset],
+    )
+
+
+def load_shared_byte(base: Int32, offset: Uint32) -> Uint32:
+    """A byte of shared memory, zeros above; the offset is in bytes."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 a; add.u32 a, {$r0}, {$r1}; ld.shared.u8 {$w0}, [a];}",
+        write_only_types=[Uint32],
+        read_only_args=[base, offset],
+    )
+
+
+def load_shared_word(base: Int32, offset: Uint32) -> Uint32:
+    """A 32-bit word of shared memory; the offset is in bytes."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 a; add.u32 a, {$r0}, {$r1}; ld.shared.u32 {$w0}, [a];}",
+        write_only_types=[Uint32],
+        read_only_args=[base, offset],
+    )
+
+
+def copy_to_shared(s_target: Int32, g_source: Int64) -> None:
+    """16 bytes from global to shared memory; both addresses are multiples of 16."""
+    words = cute.arch.inline_ptx(
+        "ld.global.nc.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[g_source],
+    )
+    cute.arch.inline_ptx("st.shared.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[s_target, *words])
+
+
+def store_global_16_bytes(address: Int64, words: list[Uint32], predicate: Boolean | None) -> None:
+    """Four 32-bit words to global memory, at a multiple of 16 bytes, where the predicate holds; None is everywhere."""
     cute.arch.inline_ptx(
         "st.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],

@@ -6,17 +6,12 @@ The list derives from the codebooks of trellis-format and the architectures here
 from __future__ import annotations
 
 from trellis_format.codebooks import CODEBOOKS
+from trellis_kernels.arguments import FULL_TABLE_CODEBOOK, FULL_TABLE_RATE, TABLES
 from trellis_kernels.cute.archs import get_arch
 from trellis_kernels.cute.keys import VALUE_BYTES, DecodeKey, KernelKey
 from trellis_kernels.cute.op_keys import op_keys
 
-__all__ = ["WITHOUT_DEVICE_DECODE", "decode_keys", "registered_keys"]
-
-WITHOUT_DEVICE_DECODE = {
-    "lut_e4m3": "its 4 KiB table needs shared memory, which no kernel here sets aside",
-    "lut_fp16": "its 416-byte table needs shared memory, which no kernel here sets aside",
-}
-"""Codebooks that kernels do not decode, with the reason; every other one must have a device side."""
+__all__ = ["decode_keys", "registered_keys"]
 
 
 def registered_keys(arch: str) -> tuple[KernelKey, ...]:
@@ -29,16 +24,17 @@ def registered_keys(arch: str) -> tuple[KernelKey, ...]:
 
 
 def decode_keys(arch: str) -> tuple[DecodeKey, ...]:
-    """The decode kernel for every codebook with a device side, every rate that it is legal for, and every output dtype.
+    """The decode kernel for every codebook, every rate that it is legal for, every output dtype, and every table.
 
     Raises:
         KernelValueError: if the target is unknown.
     """
     get_arch(arch)
     return tuple(
-        DecodeKey(arch=arch, codebook=codebook.name, half_bits=rate.half_bits, out_dtype=dtype)
+        DecodeKey(arch=arch, codebook=codebook.name, half_bits=rate.half_bits, out_dtype=dtype, table=table)
         for codebook in CODEBOOKS.values()
-        if codebook.name not in WITHOUT_DEVICE_DECODE
         for rate in codebook.legal_rates
         for dtype in VALUE_BYTES
+        for table in TABLES
+        if table == "compact" or (codebook.name, rate) == (FULL_TABLE_CODEBOOK, FULL_TABLE_RATE)
     )

@@ -12,7 +12,17 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-__all__ = ["again", "arrive", "arrive_expecting", "copy_bulk", "descriptor_word", "multiply", "pick", "pin", "thread_index"]
+__all__ = [
+    "again",
+    "arrive",
+    "arrive_expecting",
+    "copy_bulk",
+    "descriptor_word",
+    "multiply",
+    "pick",
+    "pin",
+    "thread_index",
+]
 
 _SWIZZLE_128 = 1 << 30  # of the descriptor's upper word
 _GROUP_UNITS = 1024 // 16  # 16-byte units from one group of eight rows to the next
@@ -132,9 +142,7 @@ def copy_bulk(s_target: Int32, g_source: Int64, nbytes: Int32, s_barrier: Int32,
 
 def arrive(s_barrier: Int32, predicate: Boolean) -> None:
     """One arrival on a barrier where the predicate holds."""
-    cute.arch.inline_ptx(
-        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[s_barrier], predicate=predicate
-    )
+    cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[s_barrier], predicate=predicate)
 
 
 def arrive_expecting(s_barrier: Int32, nbytes: Int32, predicate: Boolean) -> None:

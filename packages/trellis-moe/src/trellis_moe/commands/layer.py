@@ -132,17 +132,7 @@ def run_layer(
     extent = rank_extent(layer.source.geometry.padded_intermediate_size, rank, world_size)
     weight_plan: WeightPlan = plan_weights(layer.source, extent)
     assert layer.source.activation is not None  # open_layer refuses a layer without one
-    plan = plan_execution(
-        weight_plan,
-        activation=ActivationSpec(nonlinearity=layer.source.activation, io_dtype=io_dtype_name(x.dtype)),
-        capacity=ExecutionCapacity(
-            max_tokens=_launch_tokens(weight_plan, x.shape[0], topk_ids.shape[1]), top_k=topk_ids.shape[1]
-        ),
-        routing=RoutingSpec(
-            id_dtype=str(topk_ids.dtype).removeprefix("torch."), weight_dtype=io_dtype_name(topk_weights.dtype)
-        ),
-        device=device,
-    )
+    plan = _plan(weight_plan, layer.source.activation, x, topk_ids, topk_weights, device)
     begin = time.perf_counter()
     experts = prepare_weights(
         weight_plan,
@@ -154,6 +144,33 @@ def run_layer(
     prepared = time.perf_counter()
     y = _launch(bind(plan, experts), x, topk_ids, topk_weights, tell)
     return LayerRun(y, plan, experts, prepared - begin, time.perf_counter() - prepared)
+
+
+def _plan(
+    weights: WeightPlan,
+    activation: Activation,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    device: torch.device,
+) -> ExecutionPlan:
+    """One launch over all tokens where its scratch stays within its bound, else launches over parts of them."""
+
+    def plan(tokens: int) -> ExecutionPlan:
+        return plan_execution(
+            weights,
+            activation=ActivationSpec(nonlinearity=activation, io_dtype=io_dtype_name(x.dtype)),
+            capacity=ExecutionCapacity(max_tokens=tokens, top_k=topk_ids.shape[1], scratch_bound=MAX_SCRATCH_BYTES),
+            routing=RoutingSpec(
+                id_dtype=str(topk_ids.dtype).removeprefix("torch."), weight_dtype=io_dtype_name(topk_weights.dtype)
+            ),
+            device=device,
+        )
+
+    whole = plan(max(x.shape[0], 1))
+    if whole.required_nbytes() <= MAX_SCRATCH_BYTES:
+        return whole
+    return plan(_launch_tokens(weights, x.shape[0], topk_ids.shape[1]))
 
 
 def _launch_tokens(weights: WeightPlan, tokens: int, top_k: int) -> int:

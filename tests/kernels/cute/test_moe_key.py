@@ -1,0 +1,161 @@
+"""Holds the few-token key to its rules: every field is in the binary, illegal ones are refused with the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from trellis_format.activations import Activation
+from trellis_format.errors import FormatValueError
+from trellis_kernels.cute.moe_key import (
+    MOST_BYTE_CHANNELS,
+    MoeSmallKey,
+    Tiling,
+    counters_per_token,
+    scratch_nbytes,
+    scratch_parts,
+)  # fmt: skip
+from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
+
+KEY = MoeSmallKey(
+    arch="sm_90a",
+    codebook="mul1",
+    hidden=1000,
+    padded_hidden=1024,
+    width=384,
+    num_experts=12,
+    top_k=4,
+    gated=True,
+    up_rates=(5, 6),
+    down_rates=(8,),
+    activation=Activation("silu"),
+)
+CHANGES = {
+    "arch": "sm_100a",
+    "codebook": "mul1",  # see below: the other codebooks have no half rates
+    "hidden": 1001,
+    "padded_hidden": 1152,
+    "width": 512,
+    "num_experts": 13,
+    "top_k": 5,
+    "gated": True,  # joined with the activation
+    "up_rates": (6,),
+    "down_rates": (8, 10),
+    "activation": Activation("situ"),
+    "biased": (True, True, False),
+    "shared_inputs": True,
+    "joint_inputs": True,
+    "shared_outputs": True,
+    "x_dtype": "bfloat16",
+    "out_dtype": "float32",
+    "weight_dtype": "float16",
+    "id_bytes": 4,
+    "arithmetic": "bytes",
+    "row_columns": 2,
+    "up": Tiling(split=2),
+    "down": Tiling(blocks=2),
+}
+
+
+def test_every_field_changes_the_key() -> None:
+    assert set(CHANGES) == {field.name for field in fields(MoeSmallKey)}
+    keys = {replace(KEY, **{name: value}) for name, value in CHANGES.items()}
+    assert len(keys - {KEY}) == len(CHANGES) - 2
+    whole = replace(KEY, up_rates=(6,))
+    assert replace(whole, codebook="mcg") != whole
+    gateless = replace(KEY, gated=False, activation=Activation("relu2"))
+    assert gateless != KEY
+
+
+def test_repr_evaluates_back() -> None:
+    names = {"MoeSmallKey": MoeSmallKey, "Tiling": Tiling, "Activation": Activation}
+    for name, value in CHANGES.items():
+        key = replace(KEY, **{name: value})
+        assert eval(repr(key), names) == key
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"arch": "sm_70"}, KernelValueError, "sm_70"),
+        ({"codebook": "mcg"}, FormatValueError, "2.5"),
+        ({"width": 200}, KernelValueError, "width 200 is not a positive multiple of 128; nearest: 256"),
+        ({"padded_hidden": 0}, KernelValueError, "nearest: 128"),
+        ({"hidden": 1025}, KernelValueError, "hidden 1025 must be within 1..1024"),
+        ({"top_k": 0}, KernelValueError, "top 0"),
+        ({"up_rates": (6, 5)}, KernelValueError, "ascending"),
+        ({"down_rates": ()}, KernelValueError, "not empty"),
+        ({"activation": Activation("relu2")}, KernelValueError, "takes no gate"),
+        ({"gated": False}, KernelValueError, "takes a gate"),
+        ({"x_dtype": "float64"}, KernelTypeError, "float64"),
+        ({"id_bytes": 2}, KernelTypeError, "got 2"),
+        ({"row_columns": 3}, KernelValueError, "1, 2, 4"),
+        ({"arithmetic": "fast"}, KernelValueError, "exact, bytes"),
+        ({"up": Tiling(blocks=2)}, KernelValueError, "3 blocks of 128 channels, not a multiple of 2"),
+        ({"down": Tiling(slices=32)}, KernelValueError, "2048 threads, at most 1024"),
+    ],
+)
+def test_illegal_keys_are_refused(change, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        replace(KEY, **change)
+
+
+def test_bytes_are_for_mul1_and_sums_that_fit() -> None:
+    whole = replace(KEY, up_rates=(6,))
+    with pytest.raises(KernelUnsupportedError, match="needs codebook mul1, got 3inst; use exact"):
+        replace(whole, codebook="3inst", arithmetic="bytes")
+    wide = replace(KEY, padded_hidden=MOST_BYTE_CHANNELS, arithmetic="bytes")
+    assert 1020 * 128 * wide.padded_hidden < 2**31
+    with pytest.raises(KernelUnsupportedError, match=f"at most {MOST_BYTE_CHANNELS} input channels, got 16512"):
+        replace(KEY, padded_hidden=MOST_BYTE_CHANNELS + 128, arithmetic="bytes")
+
+
+def test_tilings_are_positive() -> None:
+    with pytest.raises(KernelValueError, match="split must be at least 1, got 0"):
+        Tiling(split=0)
+
+
+def test_threads_and_groups() -> None:
+    assert KEY.threads("up") == 32 * 4 * 2
+    assert KEY.threads("down") == 32 * 2 * 2
+    assert replace(KEY, gated=False, activation=Activation("relu2")).threads("up") == 32 * 2 * 2
+    assert replace(KEY, down=Tiling(blocks=4, slices=1)).threads("down") == 256
+    assert [replace(KEY, row_columns=count).group_rows for count in (1, 2, 4)] == [8, 16, 32]
+    assert replace(KEY, row_columns=2, arithmetic="bytes").group_rows == 8
+    # every route its own expert; then no more groups than experts and full groups
+    assert [KEY.most_groups(tokens) for tokens in (1, 3, 4, 100)] == [4, 12, 12 + 2, 12 + 50]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_most_groups_is_reached_and_never_passed(tokens: int) -> None:
+    routes = tokens * KEY.top_k
+    worst = 0
+    for full in range(routes // KEY.group_rows + 1):
+        # the other experts have one route each; one expert has the rest
+        spread = min(KEY.num_experts - 1, routes - full * KEY.group_rows)
+        rest = routes - spread
+        worst = max(worst, spread + -(-rest // KEY.group_rows))
+    assert worst <= KEY.most_groups(tokens)
+
+
+def test_scratch_has_room_for_each_part() -> None:
+    parts = scratch_parts(KEY)
+    assert parts["rotated"] == 4 * 2 * 1024 * 2
+    assert parts["joined"] == 4 * 384 * 2
+    assert parts["results"] == 4 * 1024 * 4
+    assert parts["up_parts"] == parts["joined_bytes"] == parts["rotated_laws"] == 0
+    assert parts["counters"] >= 4 * counters_per_token(KEY) == 4 * (4 * (3 + 8 + 2) + 8)
+    split = scratch_parts(replace(KEY, up=Tiling(split=3), down=Tiling(split=2)))
+    assert split["up_parts"] == 4 * 3 * 2 * 384 * 4
+    assert split["down_parts"] == 4 * 2 * 1024 * 4
+    shared = scratch_parts(replace(KEY, shared_inputs=True, joint_inputs=True, arithmetic="bytes"))
+    assert shared["rotated"] == 1024 * 2
+    assert shared["rotated_laws"] == 16
+    assert all(size % 16 == 0 for size in (*parts.values(), *split.values(), *shared.values()))
+
+
+def test_scratch_grows_with_capacity() -> None:
+    one = scratch_nbytes(KEY, 1)
+    assert scratch_nbytes(KEY, 9) - one == 8 * sum(scratch_parts(KEY).values())
+    with pytest.raises(KernelValueError, match="at least 1, got 0"):
+        scratch_nbytes(KEY, 0)

@@ -1,0 +1,129 @@
+"""Holds the keys of the many-token kernels to their rules, and their memory to the limit of a thread block."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from trellis_format.activations import Activation
+from trellis_format.codebooks import CODEBOOKS
+from trellis_format.errors import FormatValueError
+from trellis_format.rates import ALL_RATES
+from trellis_kernels.cute.prefill_key import (
+    BLOCK_ROWS_MOST,
+    SHARED_LIMIT,
+    PrefillGemmKey,
+    PrefillImageKey,
+    PrefillReduceKey,
+    PrefillScheduleKey,
+    block_capacity,
+    image_nbytes,
+)
+from trellis_kernels.errors import KernelTypeError, KernelValueError
+
+ROWS = PrefillGemmKey("sm_90a", "mul1", (6,))
+JOIN = PrefillGemmKey("sm_90a", "mul1", (6, 8), "join", Activation("silu"), biased=(False, False))
+CHANGES = [
+    (ROWS, {"codebook": "mcg"}),
+    (ROWS, {"half_bits": (8,)}),
+    (ROWS, {"epilogue": "down"}),
+    (ROWS, {"biased": (True,)}),
+    (ROWS, {"out_dtype": "float16"}),
+    (JOIN, {"half_bits": (8, 6)}),
+    (JOIN, {"activation": Activation("situ")}),
+    (JOIN, {"activation": Activation("silu", limit=7.0)}),
+    (JOIN, {"joint_inputs": True}),
+    (JOIN, {"biased": (False, True)}),
+    (PrefillImageKey("sm_90a", "float16", 1), {"arch": "sm_80"}),
+    (PrefillImageKey("sm_90a", "float16", 1), {"in_dtype": "bfloat16"}),
+    (PrefillImageKey("sm_90a", "float16", 1), {"images": 2}),
+    (PrefillReduceKey("sm_90a", "float32", "bfloat16"), {"weight_dtype": "float16"}),
+    (PrefillReduceKey("sm_90a", "float32", "bfloat16"), {"out_dtype": "float16"}),
+    (PrefillScheduleKey("sm_90a"), {"arch": "sm_80"}),
+]
+
+
+@pytest.mark.parametrize(("key", "change"), CHANGES, ids=[f"{key.kernel}-{change}" for key, change in CHANGES])
+def test_each_field_changes_the_key(key, change) -> None:
+    changed = replace(key, **change)
+    assert changed != key
+    assert {key, changed, replace(key)} == {key, changed}
+
+
+@pytest.mark.parametrize("key", [ROWS, JOIN, *{key for key, _ in CHANGES}], ids=str)
+def test_repr_evaluates_back(key) -> None:
+    assert eval(repr(key)) == key
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"arch": "sm_80"}, KernelValueError, "sm_90a"),
+        ({"codebook": "nosuch"}, FormatValueError, "nosuch"),
+        ({"half_bits": (9,)}, FormatValueError, "4.5"),
+        ({"half_bits": (6, 6)}, KernelValueError, "got 2 and 1"),
+        ({"biased": (False, True)}, KernelValueError, "got 1 and 2"),
+        ({"epilogue": "sideways"}, KernelValueError, "sideways"),
+        ({"epilogue": "join"}, KernelTypeError, "join"),
+        ({"activation": Activation("silu")}, KernelTypeError, "silu"),
+        ({"out_dtype": "bfloat16"}, KernelValueError, "bfloat16"),
+    ],
+)
+def test_illegal_keys_are_refused(change, error, says) -> None:
+    with pytest.raises(error, match=says):
+        replace(ROWS, **change)
+
+
+def test_a_half_rate_needs_a_codebook_that_has_it() -> None:
+    with pytest.raises(FormatValueError, match="mcg"):
+        replace(ROWS, codebook="mcg", half_bits=(5,))
+
+
+def test_other_keys_refuse_what_they_do_not_know() -> None:
+    for build in (
+        lambda: PrefillImageKey("sm_90a", "int8", 1),
+        lambda: PrefillImageKey("sm_90a", "float16", 3),
+        lambda: PrefillReduceKey("sm_90a", "int8", "float16"),
+        lambda: PrefillReduceKey("sm_90a", "float32", "int8"),
+        lambda: PrefillScheduleKey("sm_1"),
+    ):
+        with pytest.raises(KernelValueError):
+            build()
+
+
+def test_every_pair_of_rates_has_three_stages_within_the_limit() -> None:
+    for gate, up in itertools.product(ALL_RATES, repeat=2):
+        for joint in (False, True):
+            for biased in (False, True):
+                halves = (gate.half_bits, up.half_bits)
+                key = replace(JOIN, half_bits=halves, joint_inputs=joint, biased=(biased, False))
+                assert key.stages >= 3, key
+                assert key.dynamic_shared_bytes <= SHARED_LIMIT, key
+                assert key.images == (1 if joint else 2)
+
+
+@pytest.mark.parametrize("epilogue", ["rows", "down"])
+def test_every_rate_has_five_stages_with_one_image(epilogue: str) -> None:
+    for rate in ALL_RATES:
+        codebook = next(book.name for book in CODEBOOKS.values() if rate in book.legal_rates)
+        key = PrefillGemmKey("sm_90a", codebook, (rate.half_bits,), epilogue)
+        assert key.stages >= 5
+        assert key.dynamic_shared_bytes <= SHARED_LIMIT
+
+
+def test_a_law_without_a_gate_takes_one_linear() -> None:
+    key = PrefillGemmKey("sm_90a", "mul1", (6,), "join", Activation("relu2"))
+    assert (key.gated, key.images) == (False, 1)
+    assert key.rates[0] == key.rates[1]
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [1, 1, 1], [128, 129, 127], [4096, 0, 3], [255, 256, 257]])
+def test_block_capacity_suffices(counts: list[int]) -> None:
+    needed = sum(-(-count // BLOCK_ROWS_MOST) for count in counts)
+    assert needed <= block_capacity(sum(counts), len(counts))
+
+
+def test_image_bytes_are_those_of_its_rows() -> None:
+    assert image_nbytes(1000, 4096) == 1000 * 4096 * 2
