@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from trellis_format.activations import Activation
-from trellis_kernels import KernelValueError
-from trellis_kernels.layers import DeviceLimits, device_limits, precompile_layer, scratch_nbytes
+from trellis_format.codebooks import CODEBOOKS
+from trellis_kernels import OPS, KernelValueError
+from trellis_kernels.layers import DeviceLimits, device_limits, fuses, op_backends, precompile_layer, scratch_nbytes
 from trellis_kernels.layers import MoeSmallKey as Key
 
 KEY = Key(
@@ -61,3 +62,14 @@ def test_limits_name_a_known_target() -> None:
 def test_an_unknown_target_is_refused() -> None:
     with pytest.raises(KernelValueError, match="sm_1"):
         dataclasses.replace(KEY, arch="sm_1")
+
+
+def test_ops_without_limits_run_in_torch() -> None:
+    assert {backend for _, backend in op_backends(None)} == {"cpu"}
+    backends = op_backends(DeviceLimits("sm_90a", 132))
+    assert [op for op, _ in backends] == list(OPS)
+    assert dict(backends)["decode"] == "cute"
+
+
+def test_fused_kernels_take_codebooks_of_arithmetic() -> None:
+    assert [name for name in CODEBOOKS if fuses(name)] == ["3inst", "mcg", "mul1"]

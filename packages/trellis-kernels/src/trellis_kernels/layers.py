@@ -12,11 +12,13 @@ from typing import Protocol
 
 import torch
 
+from trellis_format.codebooks import EXL3_CODEBOOKS
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling, scratch_nbytes
 from trellis_kernels.cute.moe_plan import plan_moe_small
 from trellis_kernels.cute.prefill_plan import PrefillPlan, plan_prefill
 from trellis_kernels.errors import KernelUnsupportedError
+from trellis_kernels.ops import OPS, backend_for
 from trellis_prep import PreparedExperts
 
 __all__ = [
@@ -26,7 +28,9 @@ __all__ = [
     "PrefillPlan",
     "Tiling",
     "device_limits",
+    "fuses",
     "moe_small",
+    "op_backends",
     "plan_moe_small",
     "plan_prefill",
     "precompile_layer",
@@ -59,6 +63,23 @@ def device_limits(device: torch.device | str) -> DeviceLimits | None:
     except KernelUnsupportedError:
         return None
     return DeviceLimits(arch, torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def op_backends(limits: DeviceLimits | None) -> tuple[tuple[str, str], ...]:
+    """The backend of every op for a layer that runs one op after the other.
+
+    Args:
+        limits: of the device; None is one without kernels.
+
+    Returns:
+        (op, backend) in the order of `OPS`.
+    """
+    return tuple((op, "cpu" if limits is None else backend_for(op, torch.device("cuda"))) for op in OPS)
+
+
+def fuses(codebook: str) -> bool:
+    """Whether fused kernels decode a codebook: those of arithmetic alone, which need no table in shared memory."""
+    return codebook in EXL3_CODEBOOKS
 
 
 class LayerLaunch(Protocol):

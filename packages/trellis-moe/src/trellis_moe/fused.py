@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trellis_kernels import KernelError
-from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, plan_moe_small, plan_prefill
+from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, fuses, plan_moe_small, plan_prefill
 from trellis_moe.specs import ID_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ Fused = MoeSmallKey | PrefillPlan
 """The kernels of a fused path: for few tokens, or for many."""
 
 _MOST_FEW_ROWS = 16.0  # routes of an average expert; beyond, the path of few tokens decodes a tile too often
+_MOST_TOP_K = 32  # routes of a token whose sum the path of few tokens writes out
 _MOST_GROUPS = 65535  # groups of one expert's routes that a launch of the path of few tokens covers
 
 
@@ -40,10 +41,10 @@ def choose_fused(
         capacity: the largest launch and the bound of its scratch.
         limits: what kernels are chosen by.
     """
-    if weights.extent.width == 0:
+    if weights.extent.width == 0 or not fuses(weights.source.codebook):
         return None
     experts = weights.source.geometry.num_experts
-    if capacity.routes <= _MOST_FEW_ROWS * experts:
+    if capacity.top_k <= _MOST_TOP_K and capacity.routes <= _MOST_FEW_ROWS * experts:
         few = _few_tokens(weights, activation, routing, capacity, limits)
         if few is not None:
             return few

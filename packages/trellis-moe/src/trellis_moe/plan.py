@@ -11,8 +11,8 @@ import torch
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource
-from trellis_kernels import BLOCK_ROWS, OPS, backend_for
-from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, device_limits
+from trellis_kernels import BLOCK_ROWS
+from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, device_limits, op_backends
 from trellis_moe.errors import MoeValueError
 from trellis_moe.fused import Fused, choose_fused
 from trellis_moe.scratch import ScratchBuffer, fused_scratch, op_by_op_scratch, total_bytes
@@ -163,7 +163,7 @@ def plan_execution(
         capacity=capacity,
         device_type=device_type,
         block_rows=_block_rows(capacity, weights.source.geometry.num_experts),
-        backends=tuple((op, backend_for(op, torch.device(device_type))) for op in OPS),
+        backends=op_backends(found),
         scratch=op_by_op_scratch(weights, capacity),
     )
 
