@@ -85,7 +85,7 @@ class CacheFile:
             raise FormatValueError(f"sha256 of the data is {found}, the entry states {stated}", file=self._header.path)
 
     def _read(self, reader: ShardReader, offset: int, name: str, out: npt.NDArray[np.uint8]) -> None:
-        reader.read_into(offset, memoryview(out), name)
+        reader.read_into(offset, out.data, name)
         self._digest.update(out.data)
 
 

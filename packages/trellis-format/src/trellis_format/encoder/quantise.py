@@ -89,7 +89,8 @@ def _checked(matrix: npt.NDArray[np.floating]) -> _Double:
 
 def _rms(values: _Double, axis: int) -> _Double:
     peak = np.max(np.abs(values), initial=0.0) or 1.0  # squares of extreme values would leave float64
-    return peak * np.sqrt(np.mean(np.square(values / peak), axis=axis))
+    rms: _Double = peak * np.sqrt(np.mean(np.square(values / peak), axis=axis))
+    return rms
 
 
 def _spread(codebook: Codebook, rate: Rate) -> float:
@@ -109,7 +110,7 @@ def _gain(rate: Rate) -> float:
 def _scale(magnitudes: _Double, rng: np.random.Generator, side: str) -> _Half:
     """Magnitudes with random signs in float16; zero stays zero, anything else must not become zero or infinite."""
     with np.errstate(over="ignore", under="ignore"):
-        scale = (magnitudes * rng.choice([-1.0, 1.0], magnitudes.shape)).astype(np.float16)
+        scale: _Half = (magnitudes * rng.choice([-1.0, 1.0], magnitudes.shape)).astype(np.float16)
     lost = ~np.isfinite(scale) | ((scale == 0) != (magnitudes == 0))
     if lost.any():
         channel = int(np.flatnonzero(lost)[0])
