@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,23 @@ def test_cache_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(cli, "default_cache", lambda: None)
     assert cli.main(["cache", "info"]) == 1
     assert "TRELLIS_KERNELS_CACHE is off" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    path = Path(__file__).resolve().parents[2] / "packages/trellis-kernels/pyproject.toml"
+    version = tomllib.loads(path.read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"trellis-kernels {version}\n"
+
+
+def test_an_interrupt_is_one_line_and_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(device: torch.device) -> list[Check]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_checks", interrupt)
+    assert cli.main(["selfcheck", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "trellis-kernels: interrupted\n"

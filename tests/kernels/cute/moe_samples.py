@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from trellis_format.files.arrays import MemoryArray
 from trellis_format.reference import moe_forward
 from trellis_format.source import TrellisWeights

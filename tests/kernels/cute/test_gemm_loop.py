@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from trellis_format.codebooks import CODEBOOKS, get_codebook
 from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
 from trellis_format.rates import Rate

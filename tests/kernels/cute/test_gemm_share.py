@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from trellis_format.rates import ALL_RATES, Rate
 from trellis_format.ring import unpack_states
 from trellis_kernels.cute.gemm_share import cover_windows, cut_in_turn, share_of, shift_counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
+
 from trellis_format.activations import Activation
 from trellis_format.errors import FormatValueError
 from trellis_kernels.cute.moe_key import (

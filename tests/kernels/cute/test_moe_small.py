@@ -6,13 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trellis_format.activations import Activation
-from trellis_format.checkpoint import open_checkpoint
-from trellis_format.codebooks import CODEBOOKS
-from trellis_format.exl3 import trellis_from_exl3
-from trellis_format.exl3.layers import find_layer
-from trellis_kernels.cute.moe_key import PRODUCT_ROWS, Tiling
-from trellis_prep import prepare
 
 from data_set import MoeCase, pytest_generate_tests  # noqa: F401
 from kernels.cute.moe_samples import (
@@ -25,6 +18,13 @@ from kernels.cute.moe_samples import (
     make_routes,
     routes_of_counts,
 )
+from trellis_format.activations import Activation
+from trellis_format.checkpoint import open_checkpoint
+from trellis_format.codebooks import CODEBOOKS
+from trellis_format.exl3 import trellis_from_exl3
+from trellis_format.exl3.layers import find_layer
+from trellis_kernels.cute.moe_key import PRODUCT_ROWS, Tiling
+from trellis_prep import prepare
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 

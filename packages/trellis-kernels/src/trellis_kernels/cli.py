@@ -16,6 +16,7 @@ from typing import TextIO
 
 import torch
 
+from trellis_format.version import version
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.cache import ObjectCache, default_cache
 from trellis_kernels.cute.cost_table import compare_table, write_table
@@ -39,10 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; or 1 if a kernel failed to compile, spills, costs other than its table says, or none was selected, if a
-        check failed, or if there is no cache.  Wrong arguments exit with 2.
+        check failed, or if there is no cache; or 130 after an interrupt.  Wrong arguments exit with 2.
     """
     options = _parser().parse_args(argv)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        print("trellis-kernels: interrupted", file=sys.stderr)
+        return 130
     return status
 
 
@@ -108,6 +113,7 @@ def _run_selfcheck(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trellis-kernels", description="Tools for the kernels of trellis.")
+    parser.add_argument("--version", action="version", version=f"trellis-kernels {version()}")
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("compile", help="compile every registered kernel and print what it costs")
     command.add_argument("--arch", action="append", choices=tuple(ARCHS), help="target; repeatable, default all")

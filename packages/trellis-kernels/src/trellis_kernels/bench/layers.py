@@ -9,16 +9,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+
 from trellis_format.activations import Activation
 from trellis_format.extent import TrellisExtent
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_format.rate_table import RateTable
 from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource
-from trellis_prep import PreparedExperts, plan_layout
-
 from trellis_kernels.cpu.activate import activate
 from trellis_kernels.cpu.decode import decode
+from trellis_prep import PreparedExperts, plan_layout
 
 __all__ = ["float64_forward", "random_experts", "random_source"]
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from trellis_format.source import TrellisSource
-from trellis_prep import PreparedExperts
 
+from trellis_format.source import TrellisSource
 from trellis_kernels.bench.layers import float64_forward, random_experts, random_source
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.moe_key import MoeSmallKey, scratch_nbytes
 from trellis_kernels.cute.moe_plan import plan_moe_small
+from trellis_prep import PreparedExperts
 
 __all__ = ["GEOMETRIES", "Geometry", "LayerBench", "eager_us", "graph_us", "main", "make_key"]
 
@@ -193,6 +193,10 @@ def _measure(bench: LayerBench, tokens: int, change: dict[str, Any], profile: bo
     return row | ({"kernels_us": _kernel_us(launch)} if profile else {})
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
 def graph_us(launch: Callable[[int], None], replays: int = _REPLAYS) -> float:
     """Median microseconds of a launch, over replays of a graph of all of them."""
     graph = torch.cuda.CUDAGraph()
@@ -201,7 +205,7 @@ def graph_us(launch: Callable[[int], None], replays: int = _REPLAYS) -> float:
             launch(index)
     samples: list[float] = []
     for turn in range(replays + 3):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first, last = _event(), _event()
         first.record()
         graph.replay()
         last.record()

@@ -17,8 +17,8 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import torch
-from trellis_format.extent import BLOCK
 
+from trellis_format.extent import BLOCK
 from trellis_kernels.bench.moe_small import GEOMETRIES, LayerBench, eager_us, graph_us, make_key
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS
@@ -70,7 +70,7 @@ def pairs(key: MoeSmallKey, tokens: int, multiprocessors: int) -> list[tuple[Til
     if tokens < 4:
         ups = [Tiling(split=split), Tiling(split=max(split * 2 // 3, 1)), Tiling(split=split, slices=4, resident=1)]
         downs = [Tiling(slices=4), Tiling(slices=4, split=2), Tiling(blocks=2, slices=2), Tiling(slices=2, split=2)]
-        return list(itertools.product(ups, downs))
+        return list(dict.fromkeys(itertools.product(ups, downs)))
     small = [
         (
             Tiling(slices=2, resident=3, stages=3, in_shared=True),
@@ -142,5 +142,4 @@ def _described(key: MoeSmallKey) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.cuda.init()  # type: ignore[no-untyped-call]
     main()

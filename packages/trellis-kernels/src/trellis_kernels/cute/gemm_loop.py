@@ -19,8 +19,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64, Uint32
-from trellis_format.rates import Rate
 
+from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives, primitives
 from trellis_kernels.cute.codebooks import get_device_codebook
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, share_of

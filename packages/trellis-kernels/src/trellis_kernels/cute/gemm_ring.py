@@ -13,8 +13,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64, Uint32
-from trellis_format.rates import Rate
 
+from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives, primitives
 from trellis_kernels.cute.gemm_loop import ROW_STEP_BYTES, consume, lane_offset, multiply_cost, row_words
 from trellis_kernels.cute.gemm_share import STEP_TILES, Share, share_of

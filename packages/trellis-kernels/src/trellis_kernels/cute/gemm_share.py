@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import TypeVar
 
 from trellis_format.rates import Rate
-
 from trellis_kernels.cute.window import Cut
 
 __all__ = [

@@ -14,8 +14,8 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 from cutlass import Constexpr, Float32, Int32, Int64
-from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
 
+from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
 from trellis_kernels.cute import gemm_primitives as gpu
 
 __all__ = [

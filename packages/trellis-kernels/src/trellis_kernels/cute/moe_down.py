@@ -16,8 +16,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
-from trellis_format.extent import BLOCK
 
+from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
@@ -38,6 +38,7 @@ from trellis_kernels.cute.moe_scratch import (
     Scratch,
     load_id,
     load_place,
+    load_value,
     scratch_at,
 )  # fmt: skip
 from trellis_kernels.cute.moe_up import ready_count
@@ -49,7 +50,7 @@ _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
 def down_shared_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
-    return shared_bytes("down", key) + key.group_rows * (4 * key.down.blocks + SLOT_BYTES) + 16
+    return shared_bytes("down", key) + 4 * key.group_rows * key.down.blocks + 16
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -80,7 +81,8 @@ def _finish(
     sums: list[Float32],
     scales: Int64,
     bias: Int64,
-    weight: Float32,
+    weights: Int64,
+    factor: Float32,
     part: Scratch,
     expert: Int32,
     route: Int32,
@@ -95,6 +97,7 @@ def _finish(
     if key.biased[2]:
         addend = moe_math.load_scales(bias, Int64(expert) * key.padded_hidden + Int64(channel))
         values = [a + b for a, b in zip(values, addend, strict=True)]
+    weight = load_value(weights, route, key.weight_dtype) * factor
     gpu.store_floats(_result_address(part, route, channel, key), [value * weight for value in values])
 
 
@@ -135,6 +138,7 @@ def _sum_token(ids: Int64, out: Int64, scratch: Int64, max_tokens: Int32, token:
 @cute.jit
 def _finish_rows(
     ids: Int64,
+    weights: Int64,
     scales: Int64,
     bias: Int64,
     out: Int64,
@@ -143,7 +147,6 @@ def _finish_rows(
     max_tokens: Int32,
     s_sums: Int32,
     s_flags: Int32,
-    s_slots: Int32,
     expert: Int32,
     first_slot: Int32,
     rows: Int32,
@@ -167,43 +170,45 @@ def _finish_rows(
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
             sums = load_block_sums(s_sums, row, lane, place * _BLOCK_STRIPS, "down", key)
             gpu.store_floats(_part_address(part, first_slot + row, split_index, channel, key), sums)
+        gpu.fence_device()
         cute.arch.sync_threads()
         if thread == 0:
             counter = part.down_arrivals + Int64(group * hidden_blocks + first_block) * 4
             gpu.store_shared_int(s_flags, gpu.add_counter(counter, Int32(1)))
         cute.arch.sync_threads()
         is_last = Int32(gpu.load_shared_int(s_flags) == key.down.split - 1)
+        gpu.fence_device()
         cute.arch.sync_threads()
     if is_last == 1:
         for task in cutlass.range(warp, tasks, warps, unroll=1):
             row = task // key.down.blocks
             place = task - row * key.down.blocks
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-            route = gpu.load_shared_int(s_slots + row * SLOT_BYTES)
-            weight = gpu.load_shared_floats(s_slots + (row * SLOT_BYTES + 8), 1)[0] * factor
+            route = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 1)[0]
             if cutlass.const_expr(key.down.split > 1):
                 sums = _ordered_parts(part, first_slot + row, channel, key)
             else:
                 sums = load_block_sums(s_sums, row, lane, place * _BLOCK_STRIPS, "down", key)
             if cutlass.const_expr(key.is_bytes):
                 sums = moe_bytes.apply_law(sums, part.joined_laws + Int64(first_slot + row) * moe_bytes.LAW_BYTES)
-            _finish(sums, scales, bias, weight, part, expert, route, channel, lane, key)
+            _finish(sums, scales, bias, weights, factor, part, expert, route, channel, lane, key)
+        gpu.fence_device()
         cute.arch.sync_threads()
         for task in cutlass.range(thread, tasks, key.threads("down"), unroll=1):
             row = task // key.down.blocks
             place = task - row * key.down.blocks
-            route = gpu.load_shared_int(s_slots + row * SLOT_BYTES)
-            live = gpu.load_shared_int(s_slots + (row * SLOT_BYTES + 4))
-            counter = part.token_arrivals + Int64(route // key.top_k * hidden_blocks + first_block + place) * 4
-            is_complete = Int32(gpu.add_counter(counter, Int32(1)) == live - 1)
+            slot = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
+            counter = part.token_arrivals + Int64(slot[0] // key.top_k * hidden_blocks + first_block + place) * 4
+            is_complete = Int32(gpu.add_counter(counter, Int32(1)) == slot[1] - 1)
             gpu.store_shared_int(s_flags + task * 4, is_complete)
         cute.arch.sync_threads()
         for task in cutlass.range(warp, tasks, warps, unroll=1):
             if gpu.load_shared_int(s_flags + task * 4) == 1:
                 row = task // key.down.blocks
                 place = task - row * key.down.blocks
+                gpu.fence_device()
                 channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-                route = gpu.load_shared_int(s_slots + row * SLOT_BYTES)
+                route = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 1)[0]
                 _sum_token(ids, out, scratch, max_tokens, route // key.top_k, channel, key)
 
 
@@ -211,6 +216,7 @@ def _finish_rows(
 def down_kernel(
     words: Int64,
     ids: Int64,
+    weights: Int64,
     scales: Int64,
     bias: Int64,
     out: Int64,
@@ -227,7 +233,6 @@ def down_kernel(
     smem = cutlass.memory.SmemAllocator()
     s_sums = smem.allocate_array(Float32, shared_bytes("down", key) // 4, byte_alignment=16).toint()
     s_flags = smem.allocate_array(Int32, key.group_rows * key.down.blocks, byte_alignment=16).toint()
-    s_slots = smem.allocate_array(Int32, key.group_rows * SLOT_BYTES // 4, byte_alignment=16).toint()
     part = scratch_at(scratch, max_tokens, key)
     strips = key.strips("down")
     strip = warp % strips
@@ -238,9 +243,6 @@ def down_kernel(
         expert = entry[0]
         first_slot = entry[1]
         rows = entry[2]
-        if thread < rows:  # at most 32 rows, and the next barrier lies behind the product
-            slot = gpu.load_fresh_words(part.slots + Int64(first_slot + thread) * SLOT_BYTES, 4)
-            gpu.store_shared_words(s_slots + thread * SLOT_BYTES, slot)
         first_block = column // key.down.split * key.down.blocks
         split_index = column % key.down.split
         steps = split_steps(key.width, key.down.split, split_index)
@@ -275,6 +277,6 @@ def down_kernel(
         )
         cute.arch.sync_threads()
         _finish_rows(
-            ids, scales, bias, out, factor, scratch, max_tokens, s_sums, s_flags, s_slots, expert, first_slot, rows,
+            ids, weights, scales, bias, out, factor, scratch, max_tokens, s_sums, s_flags, expert, first_slot, rows,
             first_block, split_index, group, thread, key,
         )  # fmt: skip

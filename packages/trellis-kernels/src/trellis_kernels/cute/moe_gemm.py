@@ -10,8 +10,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
-from trellis_format.rates import Rate
 
+from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute.gemm_loop import accumulate, sum_chains
 from trellis_kernels.cute.gemm_ring import accumulate_from_ring, ring_bytes

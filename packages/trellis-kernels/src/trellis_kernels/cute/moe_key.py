@@ -13,7 +13,6 @@ from trellis_format.codebooks import get_codebook
 from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.extent import BLOCK
 from trellis_format.rates import Rate
-
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
 
@@ -255,7 +254,7 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
     """Bytes of each part of the scratch for one token, in order, each a multiple of 16.
 
     groups        `[routes, 64] uint8`: expert, first slot, rows, and the descriptors of the expert's linears
-    slots         `[routes, 16] uint8`: flat route, live routes of its token, router weight
+    slots         `[routes, 2] int32`: flat route, live routes of its token
     counters      arrivals for each group and block of up and down, for each token and block of the result, and
                   for each group over the blocks of up; and whether a group's rows are ready for down
     rotated       `[tokens or routes, rotated inputs, padded hidden] float16`, or two bytes for each channel
@@ -271,7 +270,7 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
     rotated = (1 if key.shared_inputs else routes) * key.rotated_inputs
     parts = {
         "groups": routes * 64,
-        "slots": routes * 16,
+        "slots": routes * 8,
         "counters": 4 * counters_per_token(key),
         "rotated": rotated * key.padded_hidden * 2,
         "rotated_laws": rotated * 8 * key.is_bytes,

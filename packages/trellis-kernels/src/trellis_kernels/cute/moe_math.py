@@ -10,9 +10,9 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64
+
 from trellis_format.activations import SITU_GATE_LIMIT, SITU_UP_LIMIT, Activation
 from trellis_format.hadamard import HADAMARD_BLOCK
-
 from trellis_kernels.cute import gemm_primitives as gpu
 
 __all__ = [

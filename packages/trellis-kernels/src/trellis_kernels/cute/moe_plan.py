@@ -7,11 +7,10 @@ depend on the plan and not on its neighbours.
 from __future__ import annotations
 
 from trellis_format.activations import Activation
-from trellis_format.extent import BLOCK, TrellisExtent
+from trellis_format.extent import TrellisExtent
 from trellis_format.source import Projection, TrellisSource
-
 from trellis_kernels.cute.moe_key import MoeSmallKey
-from trellis_kernels.cute.moe_tilings import choose_columns, choose_tilings
+from trellis_kernels.cute.moe_tilings import Shape, choose
 from trellis_kernels.errors import KernelUnsupportedError
 
 __all__ = ["plan_moe_small"]
@@ -65,15 +64,16 @@ def plan_moe_small(
         projection in source.biased and (projection is not Projection.DOWN or holds_down_bias)
         for projection in Projection
     )
-    rows = max_tokens * top_k / geometry.num_experts
-    hit = 1 - (1 - min(top_k / geometry.num_experts, 1.0)) ** max_tokens
-    up, down = choose_tilings(
+    shape = Shape(
+        arch=arch,
+        arithmetic=arithmetic,
+        codebook=source.codebook,
         padded_hidden=geometry.padded_hidden_size,
         width=share.width,
-        units=geometry.num_experts * hit * (share.width / BLOCK),
-        rows=rows,
-        multiprocessors=multiprocessors,
+        num_experts=geometry.num_experts,
+        top_k=top_k,
     )
+    choice = choose(shape, max_tokens=max_tokens, multiprocessors=multiprocessors)
     return MoeSmallKey(
         arch=arch,
         codebook=source.codebook,
@@ -95,7 +95,7 @@ def plan_moe_small(
         weight_dtype=weight_dtype,
         id_bytes=id_bytes,
         arithmetic=arithmetic,
-        row_columns=choose_columns(arithmetic, rows),
-        up=up,
-        down=down,
+        row_columns=choice.row_columns,
+        up=choice.up,
+        down=choice.down,
     )

@@ -12,8 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
-from trellis_format.extent import BLOCK
 
+from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.moe_key import MoeSmallKey, counters_per_token
@@ -113,7 +113,6 @@ def _scan_warp(value: Int32, lane: Int32) -> Int32:
 @cute.jit
 def _group(
     ids: Int64,
-    weights: Int64,
     descriptors: Int64,
     scratch: Int64,
     max_tokens: Int32,
@@ -187,11 +186,9 @@ def _group(
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
         expert = load_id(ids, route, key)
         if expert >= 0:
-            weight = load_value(weights, route, key.weight_dtype)
-            live = _count_live(ids, route // key.top_k, key)
             slot = gpu.add_shared_counter(s_cursors + expert * 4, Int32(1))
-            words = [Uint32(route), Uint32(live), gpu.float_to([weight], "float32")[0], Uint32(0)]
-            gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, words)
+            live = _count_live(ids, route // key.top_k, key)
+            gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, [Uint32(route), Uint32(live)])
 
 
 @cute.jit
@@ -273,7 +270,6 @@ def _clear_token(ids: Int64, out: Int64, token: Int32, lane: Int32, key: Constex
 def route_kernel(
     x: Int64,
     ids: Int64,
-    weights: Int64,
     descriptors: Int64,
     scales: Int64,
     out: Int64,
@@ -297,7 +293,6 @@ def route_kernel(
     if block == 0:
         _group(
             ids,
-            weights,
             descriptors,
             scratch,
             max_tokens,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
-from trellis_format.extent import BLOCK
 
+from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, scratch_parts
 
@@ -27,8 +27,8 @@ GROUP_BYTES = 64
 """Of a group: expert, first slot, rows, nothing, then the descriptor of each of its linears, 16 bytes."""
 DESCRIPTOR_BYTES = 16
 """Of a linear: first word of its codes and 2K, 64 bits each."""
-SLOT_BYTES = 16
-"""Of a slot: flat route, live routes of its token, router weight in fp32, nothing."""
+SLOT_BYTES = 8
+"""Of a slot: flat route, live routes of its token."""
 VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of a value of each dtype."""
 

@@ -14,10 +14,9 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
 from cutlass import Constexpr, Float32, Int32, Int64
+
 from trellis_format.extent import BLOCK
 from trellis_format.source import Projection
-from trellis_prep import PreparedExperts
-
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.argument_slots import ArgumentSlots
@@ -26,6 +25,7 @@ from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scra
 from trellis_kernels.cute.moe_route import ROUTE_THREADS, route_blocks, route_kernel
 from trellis_kernels.cute.moe_up import up_kernel, up_shared_bytes
 from trellis_kernels.errors import KernelTypeError, KernelValueError
+from trellis_prep import PreparedExperts
 
 __all__ = ["MoeSmall", "build", "moe_small"]
 
@@ -73,7 +73,7 @@ def _host(
     key: Constexpr,
     stream: cuda.CUstream,
 ):
-    route_kernel(x, ids, weights, descriptors, input_scales, out, scratch, tokens, max_tokens, key).launch(
+    route_kernel(x, ids, descriptors, input_scales, out, scratch, tokens, max_tokens, key).launch(
         grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps
     )
     up_kernel(words, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
@@ -83,7 +83,7 @@ def _host(
         use_pdl=key.overlaps,
         **_occupancy(key.up, up_shared_bytes(key)),
     )
-    down_kernel(words, ids, output_scales, down_bias, out, factor, scratch, max_tokens, key).launch(
+    down_kernel(words, ids, weights, output_scales, down_bias, out, factor, scratch, max_tokens, key).launch(
         grid=[key.padded_hidden // BLOCK // key.down.blocks * key.down.split, groups, 1],
         block=[key.threads("down"), 1, 1],
         stream=stream,

@@ -1,0 +1,76 @@
+"""Holds the choice of tilings to legality, and to what it is made of: measurements near by, else the rule."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from trellis_format.activations import Activation
+from trellis_kernels.cute.moe_key import MoeSmallKey
+from trellis_kernels.cute.moe_tilings import _MEASURED, Shape, choose
+
+
+def key_of(shape: Shape, tokens: int, multiprocessors: int = 132) -> MoeSmallKey:
+    choice = choose(shape, max_tokens=tokens, multiprocessors=multiprocessors)
+    return MoeSmallKey(
+        arch=shape.arch,
+        codebook=shape.codebook,
+        hidden=shape.padded_hidden,
+        padded_hidden=shape.padded_hidden,
+        width=shape.width,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        gated=True,
+        up_rates=(6,),
+        down_rates=(6,),
+        activation=Activation("silu"),
+        arithmetic=shape.arithmetic,
+        row_columns=choice.row_columns,
+        up=choice.up,
+        down=choice.down,
+    )
+
+
+@pytest.mark.parametrize("shape", _MEASURED, ids=lambda shape: f"{shape.arithmetic}-{shape.codebook}-{shape.width}")
+def test_measured_choices_are_taken_near_their_token_counts(shape: Shape) -> None:
+    for tokens, choice in _MEASURED[shape].items():
+        assert choose(shape, max_tokens=tokens, multiprocessors=132) == choice
+        key_of(shape, tokens)  # legal
+    most = max(_MEASURED[shape])
+    far = choose(shape, max_tokens=8 * most, multiprocessors=132)
+    assert far == choose(replace(shape, arch="sm_100a"), max_tokens=8 * most, multiprocessors=132)
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "bytes"])
+@pytest.mark.parametrize("multiprocessors", [1, 84, 132, 188])
+def test_rule_is_legal_for_every_shape(arithmetic: str, multiprocessors: int) -> None:
+    sizes = (128, 256, 384, 1408, 7168)
+    for hidden, width, experts, tokens in itertools.product(sizes, sizes, (1, 8, 896), (1, 3, 16, 128)):
+        shape = Shape("sm_100a", arithmetic, "mul1", hidden, width, experts, min(8, experts))
+        key = key_of(shape, tokens, multiprocessors)
+        assert key.up.split * key.up.slices <= max(hidden // 64, 2)
+        assert key.down.split == 1
+
+
+def test_few_units_are_split_and_many_are_not() -> None:
+    shape = Shape("sm_120a", "exact", "mul1", 4096, 1408, 128, 8)
+    splits = [choose(shape, max_tokens=tokens, multiprocessors=132).up.split for tokens in (1, 4, 64)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] == 3  # 88 units on 132 SMs with two thread blocks each
+    assert splits[-1] == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_thread_blocks_fit_the_shared_memory_at_the_highest_rate(arch: str) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from trellis_kernels.cute.moe_down import down_shared_bytes
+    from trellis_kernels.cute.moe_up import up_shared_bytes
+
+    limit = {"sm_80": 163, "sm_120a": 99}.get(arch, 227) * 1024
+    for width, tokens, arithmetic in itertools.product((256, 1408), (1, 8, 32, 128), ("exact", "bytes")):
+        key = key_of(Shape(arch, arithmetic, "mul1", 4096, width, 128, 8), tokens)
+        key = replace(key, up_rates=(16,), down_rates=(16,))
+        assert up_shared_bytes(key) <= limit
+        assert down_shared_bytes(key) <= limit
