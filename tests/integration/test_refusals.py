@@ -213,8 +213,11 @@ REFUSED: dict[str, tuple[Callable[[Case], object], tuple[str, ...]]] = {
     "mixed codebooks": (mixed_codebooks, ("mixes codebooks", "mul1: ", f"mcg: {UP}")),
     "unknown activation": (state(hidden_act="tanhexp"), ("config.json", "'tanhexp'", "--activation")),
     "limit beyond float32": (state(swiglu_limit=1e300), ("limit 1e+300", "beyond float32")),
-    "no config": (then(lambda case: (case.model / "config.json").unlink()), ("config.json", "--activation")),
-    "gate not wanted": (give("--activation", "relu2"), ("relu2 takes no gate", "have a gate")),
+    "no config": (then(lambda case: (case.model / "config.json").unlink()),
+                  ("{folder}/model: there is no config.json", "--activation")),
+    "gate not wanted": (give("--activation", "relu2"),
+                        ("{folder}/model: layer 0", "relu2 takes no gate", "have a gate", "--activation must be silu")),
+    "NUL": (give("--checkpoint", "a\0b"), ("a\N{REPLACEMENT CHARACTER}b", "cannot hold a NUL", "index 1")),
     "other method": (state(quantization_config={"quant_method": "awq"}), ("config.json", "'awq'", "'exl3'")),
     # the input
     "missing input": (give("--input", "{folder}/gone"), ("{folder}/gone",)),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import pytest
 from data_set import DEFAULT_DATA
 from trellis_format.errors import FormatValueError
 from trellis_kernels import KernelValueError
-from trellis_moe import MoeValueError, cli
+from trellis_moe import MoeValueError
 from trellis_moe.cli import main
+from trellis_moe.commands import demo as demo_module
+from trellis_moe.commands import run as run_module
 from trellis_moe.commands.run import RunRequest
 from trellis_prep import PrepValueError
 
@@ -24,21 +30,26 @@ REPORT: dict[str, Any] = {
     "activation": "silu", "io_dtype": "float16", "tokens": 7, "prepared_bytes": 12345, "code_bytes": 12000,
     "scratch_bytes": 999, "device": "cpu", "path": {"decode": "cpu"}, "seconds": {"run": 0.25},
     "non_finite_tokens": 0, "output": "y.safetensors", "ok": True,
+    "activation_constants": {"limit": None, "alpha": 1.0, "beta": 0.0},
 }  # fmt: skip
 RUN = ["run", "--checkpoint", "model", "--layer", "4", "--input", "in", "--output", "y"]
 
 
-def stub(monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | BaseException) -> list[tuple[Any, dict[str, Any]]]:
+def stub(
+    monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | BaseException, warnings: tuple[str, ...] = ()
+) -> list[tuple[Any, dict[str, Any]]]:
     calls: list[tuple[Any, dict[str, Any]]] = []
 
-    def command(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def command(*args: Any, warn: Callable[[str], None], **kwargs: Any) -> dict[str, Any]:
         calls.append((args, kwargs))
+        for text in warnings:
+            warn(text)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    for name in ("run", "demo"):
-        monkeypatch.setattr(cli, name, command)
+    monkeypatch.setattr(run_module, "run", command)
+    monkeypatch.setattr(demo_module, "demo", command)
     return calls
 
 
@@ -158,6 +169,73 @@ def test_the_table_says_what_ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert words in out, words
     assert "\x1b" not in out
     assert "a\N{REPLACEMENT CHARACTER}[2Jb[bold]" in out
+
+
+def test_the_table_has_the_constants_of_a_law_that_has_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constants = {"limit": 7.0, "alpha": 1.702, "beta": 1.0}
+    stub(monkeypatch, REPORT | {"activation": "swigluoai", "activation_constants": constants})
+    assert main(RUN) == 0
+    assert "swigluoai (limit 7, alpha 1.702, beta 1), float16 in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [RUN, ["demo"]])
+def test_a_warning_is_one_line_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    stub(monkeypatch, REPORT, warnings=("a/config.json: says\n\x1b[31m5", "and 6"))
+    assert main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == REPORT
+    assert err.replace("\N{REPLACEMENT CHARACTER}", "?") == (
+        "trellis-moe: warning: a/config.json: says??[31m5\ntrellis-moe: warning: and 6\n"
+    )
+
+
+def missing(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_version_is_that_of_the_project(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: bool
+) -> None:
+    if not installed:
+        monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    project = tomllib.loads((DEFAULT_DATA.parents[1] / "packages/trellis-moe/pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"{project['name']} {project['version']}\n"
+
+
+_INTERRUPTED_IMPORT = """
+import builtins, os, signal, sys
+load = builtins.__import__
+def slow(name, *rest):
+    if name == {module!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return load(name, *rest)
+builtins.__import__ = slow
+from trellis_moe.cli import main
+sys.exit(main(["demo", "--device", "cpu"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+def test_an_interrupt_while_a_library_loads_is_one_line(module: str) -> None:
+    program = _INTERRUPTED_IMPORT.format(module=module)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "trellis-moe: interrupted\n")
+
+
+def test_arguments_are_refused_without_torch() -> None:
+    words = [*RUN, "--tp-rank", "0"]
+    program = f"import sys; from trellis_moe.cli import main; print(main({words!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "2 False\n"
+    assert done.stderr == "trellis-moe: error: --tp-rank is given alone; --tp-rank and --tp-size go together\n"
 
 
 class _Gone:

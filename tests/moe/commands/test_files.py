@@ -18,7 +18,7 @@ from trellis_format.errors import FormatNotFoundError, FormatValueError
 from trellis_format.files import read_header
 from trellis_moe import MoeError, MoeTypeError, MoeValueError
 from trellis_moe.commands import files
-from trellis_moe.commands.files import check_output_path, read_input, write_output
+from trellis_moe.commands.files import check_output_path, check_path, read_input, write_output
 
 
 def tensors(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -204,3 +204,19 @@ def test_folders_without_permission_are_refused_beforehand(tmp_path: Path, monke
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
     with pytest.raises(MoeValueError, match=f"the directory {tmp_path} is not writable"):
         check_output_path(tmp_path / "y", source=tmp_path / "in", checkpoint=tmp_path / "model")
+
+
+def test_a_path_with_a_nul_is_refused(tmp_path: Path) -> None:
+    fine, bad = tmp_path / "fine", tmp_path / "a\0b"
+    check_path(fine)
+    for refused in (
+        lambda: check_path(bad),
+        lambda: read_input(bad, hidden_size=128, num_experts=3),
+        lambda: check_output_path(bad, source=fine, checkpoint=fine),
+        lambda: check_output_path(fine, source=bad, checkpoint=fine),
+        lambda: check_output_path(fine, source=fine, checkpoint=bad),
+    ):
+        with pytest.raises(
+            MoeValueError, match=f"a path cannot hold a NUL, this one has it at index {len(str(fine)) - 3}"
+        ):
+            refused()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ import exl3_files
 from data_set import DataSet
 from moe.samples import Layer as SampleLayer
 from moe.samples import Routes, bits, distance, truth
+from slot_files import random_content
 from trellis_format.activations import ACTIVATIONS, Activation
-from trellis_format.errors import FormatValueError
+from trellis_format.container.writer import write_content, write_manifest
+from trellis_format.convert import convert
+from trellis_format.convert_source import open_source
+from trellis_format.errors import FormatUnsupportedError, FormatValueError
+from trellis_format.extent import TrellisExtent
+from trellis_format.layer_source import open_layer_source
 from trellis_moe import MoeValueError
 from trellis_moe.commands import layer as module
 from trellis_moe.commands.layer import Layer, choose_device, open_layer, run_layer
-from trellis_prep import PrepValueError
+from trellis_moe.plan import plan_execution, plan_weights
+from trellis_moe.specs import ActivationSpec, ExecutionCapacity
+from trellis_prep import PrepUnsupportedError, PrepValueError
 
 CPU = torch.device("cpu")
 
@@ -41,6 +50,65 @@ def outcome(layer: Layer, routes: Routes, **options: Any) -> torch.Tensor:
 
 def test_a_layer_is_near_the_reference(layer: Layer, routes: Routes) -> None:
     assert distance(outcome(layer, routes), truth(SampleLayer(layer.source, layer.weights), routes)) <= 1e-3
+
+
+@pytest.mark.parametrize("container", ["exl3-v1", "native"])
+def test_every_container_gives_the_same_bits(data_set: DataSet, tmp_path: Path, container: str) -> None:
+    raw = data_set.checkpoints["tiny_4_mcg"]
+    with closing(open_source(raw)) as opened:
+        convert(opened, tmp_path / container, container)
+    expected, found = open_layer(raw, 0), open_layer(tmp_path / container, 0)
+    assert found.source.activation == expected.source.activation
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(5, expected.source.geometry.hidden_size, generator=generator).half()
+    ids = torch.randint(0, expected.source.geometry.num_experts, (5, 2), generator=generator)
+    routes = Routes(x, ids, torch.rand(5, 2, generator=generator))
+    y = outcome(expected, routes)
+    assert distance(y, truth(SampleLayer(expected.source, expected.weights), routes)) <= 1e-3
+    assert bits(outcome(found, routes)) == bits(y)
+    parts = [outcome(found, routes, rank=rank, world_size=2) for rank in range(2)]
+    assert bits(parts[1]) == bits(outcome(expected, routes, rank=1, world_size=2))
+
+
+@pytest.mark.parametrize(("codebook", "k"), [("lut_e4m3", 3), ("lut_fp16", 5)])
+def test_codebooks_of_containers_run_on_the_cpu(tmp_path: Path, codebook: str, k: int) -> None:
+    content = random_content(experts=3, hidden=256, intermediate=384, codebook=codebook, bits=k)
+    for name in ("gate_suh", "up_suh", "down_svh"):
+        getattr(content, name)[...] *= np.float16(0.06)  # sums stay in the range of float16
+    write_manifest(tmp_path, content.head, {3: write_content(tmp_path, content)})
+    layer = open_layer(tmp_path, 3, activation=Activation("silu"))
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(4, 256, generator=generator).half()
+    routes = Routes(x, torch.randint(0, 3, (4, 2), generator=generator), torch.rand(4, 2, generator=generator))
+    y = outcome(layer, routes)
+    assert torch.isfinite(y).all()
+    assert distance(y, truth(SampleLayer(layer.source, layer.weights), routes)) <= 1e-3
+
+
+def test_an_intermediate_hadamard_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    content = random_content(experts=2, intermediate=512, transform=True)
+    write_manifest(tmp_path, content.head, {3: write_content(tmp_path, content)})
+    with pytest.raises(FormatUnsupportedError, match=r"intermediate_hadamard.*no kernel runs"):
+        open_layer(tmp_path, 3, activation=Activation("silu"))
+    half = TrellisExtent(global_intermediate_size=512, first_slot=0, slot_count=8)
+    source, _ = open_layer_source(tmp_path, 3, extent=half, activation=Activation("silu"))
+    with pytest.raises(PrepUnsupportedError, match="cannot be prepared"):
+        plan_execution(
+            plan_weights(source, half),
+            activation=ActivationSpec(nonlinearity=Activation("silu")),
+            capacity=ExecutionCapacity(max_tokens=1, top_k=1),
+        )
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "most"), [(1.0, 0.0, 1e-3), (0.3, 0.0, 1e-3), (0.1, 1e-3, 2.5e-3), (0.01, 0.1, 0.25)]
+)
+def test_small_inputs_lose_what_the_step_of_float16_takes(
+    layer: Layer, routes: Routes, size: float, least: float, most: float
+) -> None:
+    small_routes = Routes(routes.x.float() * size, routes.ids, routes.weights)
+    error = distance(outcome(layer, small_routes), truth(SampleLayer(layer.source, layer.weights), small_routes))
+    assert least <= error <= most
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 20])
@@ -104,19 +172,87 @@ def small(tmp_path: Path, config: object, words: tuple[str, ...] = ("gate_proj",
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "hidden_act is None"),
-        ({}, "hidden_act is None"),
-        ({"hidden_act": "tanhexp"}, "hidden_act is 'tanhexp'"),
-        ({"mlp_hidden_act": "mish", "hidden_act": "silu"}, "mlp_hidden_act is 'mish'"),
+        (None, ": there is no config.json to state the activation; "),
+        ({}, "/config.json: hidden_act is None"),
+        ({"hidden_act": "tanhexp"}, "/config.json: hidden_act is 'tanhexp'"),
+        ({"mlp_hidden_act": "mish", "hidden_act": "silu"}, "/config.json: mlp_hidden_act is 'mish'"),
     ],
 )
 def test_an_unknown_activation_is_refused_and_can_be_given(tmp_path: Path, config: object, words: str) -> None:
     path = small(tmp_path, config)
     with pytest.raises(MoeValueError) as caught:
         open_layer(path, 0)
-    assert str(caught.value).startswith(f"{path / 'config.json'}: {words}")
+    assert str(caught.value).startswith(f"{path}{words}")
     assert "--activation, one of " + ", ".join(ACTIVATIONS) in str(caught.value)
-    assert open_layer(path, 0, activation=Activation("situ")).source.activation == Activation("situ")
+    for given in ("situ", Activation("situ")):
+        assert open_layer(path, 0, activation=given).source.activation == Activation("situ")
+
+
+GPT_OSS = {"model_type": "gpt_oss", "swiglu_limit": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "law"),
+    [
+        (GPT_OSS, None, Activation("swigluoai", limit=3.0, alpha=1.702, beta=1.0)),
+        (GPT_OSS, "swigluoai", Activation("swigluoai", limit=3.0, alpha=1.702, beta=1.0)),
+        (GPT_OSS, "silu", Activation("silu")),
+        ({"hidden_act": "silu"}, "swigluoai", Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)),
+        ({"hidden_act": "silu", "swiglu_limit": 2.5}, "silu", Activation("silu", limit=2.5)),
+        ({"hidden_act": "silu", "swiglu_limit": 2.5}, "situ", Activation("situ")),
+        (GPT_OSS, Activation("swigluoai", limit=5.0), Activation("swigluoai", limit=5.0)),
+        (None, "swigluoai", Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)),
+    ],
+)
+def test_a_name_keeps_the_constants_that_the_checkpoint_states(
+    tmp_path: Path, config: object, given: Activation | str | None, law: Activation
+) -> None:
+    assert open_layer(small(tmp_path, config), 0, activation=given).source.activation == law
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatValueError, match="unknown activation 'mish'"):
+        open_layer(small(tmp_path, GPT_OSS), 0, activation="mish")
+
+
+@pytest.mark.parametrize("config", [{"mlp_hidden_act": "relu2"}, {}, None])
+def test_a_gate_that_does_not_fit_names_the_layer_and_what_would_fit(tmp_path: Path, config: object) -> None:
+    path = small(tmp_path, config, ("up_proj", "down_proj"))
+    with pytest.raises(MoeValueError) as caught:
+        open_layer(path, 0, activation="silu")
+    assert str(caught.value) == (
+        f"{path}: layer 0: activation silu takes a gate, the experts have no gate; --activation must be relu2"
+    )
+    with pytest.raises(MoeValueError, match=r"must be silu or gelu_tanh or situ or swigluoai$"):
+        open_layer(small(tmp_path / "gated", {"mlp_hidden_act": "relu2"}), 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"hidden_size": 512}, ("hidden_size = 512", "128 hidden channels")),
+        ({"moe_intermediate_size": 640}, ("moe_intermediate_size = 640", "256 intermediate channels")),
+        ({"num_experts": 1}, ("says 1 experts", "have 2")),
+        ({"text_config": {"num_local_experts": 1}}, ("says 1 experts", "have 2")),
+    ],
+)
+def test_a_configuration_that_disagrees_is_a_warning(
+    tmp_path: Path, config: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    path = small(tmp_path, {"hidden_act": "silu"} | config)
+    (warning,) = open_layer(path, 0).warnings
+    assert warning.startswith(f"{path / 'config.json'}: layer 0: config.json says ")
+    assert all(part in warning for part in parts), warning
+
+
+@pytest.mark.parametrize("config", [{"hidden_size": 128, "moe_intermediate_size": 200, "num_experts": 2}, {}, None])
+def test_a_configuration_that_agrees_is_none(tmp_path: Path, config: dict[str, object] | None) -> None:
+    assert open_layer(small(tmp_path, config), 0, activation="silu").warnings == ()
+
+
+def test_a_path_with_a_nul_is_refused() -> None:
+    with pytest.raises(MoeValueError, match="cannot hold a NUL, this one has it at index 1"):
+        open_layer("a\0b", 0)
 
 
 def test_names_are_matched_by_a_pattern(tmp_path: Path) -> None:

@@ -1,16 +1,22 @@
 """Owns the planner and the launch API of trellis mixture-of-experts layers.  It must not know file layouts.
 
 plan_weights -> prepare_weights -> plan_execution -> bind -> run
+
+A name is imported when it is first asked for: torch takes seconds to load, and the command must answer an interrupt.
 """
 
 from __future__ import annotations
 
-from trellis_moe.binding import Binding, bind
-from trellis_moe.errors import MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
-from trellis_moe.lifecycle import prepare_weights
-from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
-from trellis_moe.scratch import ScratchBuffer
-from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trellis_moe.binding import Binding, bind
+    from trellis_moe.errors import MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
+    from trellis_moe.lifecycle import prepare_weights
+    from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
+    from trellis_moe.scratch import ScratchBuffer
+    from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
 
 __all__ = [
     "ID_DTYPES",
@@ -31,3 +37,20 @@ __all__ = [
     "plan_weights",
     "prepare_weights",
 ]
+
+_MODULES = ("errors", "specs", "scratch", "plan", "lifecycle", "binding")
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in found["__all__"]:
+                return globals().setdefault(name, found[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,7 @@
-"""Owns the command line of trellis-moe.  It must not do the work."""
+"""Owns the command line of trellis-moe.  It must not do the work.
+
+What loads torch or numpy is imported where it is used, under `main`: an interrupt while it loads is one like any other.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from trellis_format.activations import ACTIVATIONS
-from trellis_format.errors import FormatError
-from trellis_kernels import KernelError
-from trellis_moe.commands.demo import demo
-from trellis_moe.commands.run import RunRequest, run
 from trellis_moe.errors import MoeError, MoeValueError
-from trellis_prep import PrepError
 
 __all__ = ["main"]
 
+_ERRORS = {
+    "trellis_format.errors": "FormatError",
+    "trellis_prep.errors": "PrepError",
+    "trellis_kernels.errors": "KernelError",
+}
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
-_REFUSALS = (FormatError, PrepError, KernelError, MoeError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,17 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         code: int = options.command(options)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a failure can be told
-    except _REFUSALS as error:
-        _tell(f"error: {error}")
-        return EXIT_REFUSED
     except KeyboardInterrupt:
         _tell("interrupted")
         return EXIT_INTERRUPTED
+    except _refusals() as error:
+        _tell(f"error: {error}")
+        return EXIT_REFUSED
     except BrokenPipeError:
         _drop_stdout()  # its reader went away; nothing is left to say
         return EXIT_FAILED
@@ -66,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _refusals() -> tuple[type[Exception], ...]:
+    """What the packages raise on purpose; one that is not loaded has raised nothing, and is not loaded for this."""
+    return MoeError, *(getattr(sys.modules[home], name) for home, name in _ERRORS.items() if home in sys.modules)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as all others of the command are."""
 
@@ -74,11 +76,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    from trellis_format.activations import ACTIVATIONS
+    from trellis_format.version import version
+
     parser = _Parser(prog="trellis-moe", description="Mixture-of-experts layers from trellis-quantised checkpoints.")
+    parser.add_argument("--version", action="version", version=f"trellis-moe {version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("run", help="run one layer's experts over an input file")
     one.set_defaults(command=_run)
-    one.add_argument("--checkpoint", type=Path, required=True, help="directory of an EXL3 checkpoint")
+    one.add_argument(
+        "--checkpoint", type=Path, required=True, help="directory of an EXL3, exl3-v1 or native checkpoint"
+    )
     one.add_argument("--layer", type=int, required=True, help="index of the layer")
     one.add_argument("--input", type=Path, required=True, help="safetensors with x, topk_ids, topk_weights")
     one.add_argument("--output", type=Path, required=True, help="safetensors that gets y, float32")
@@ -102,6 +110,8 @@ def _run(options: argparse.Namespace) -> int:
     if (options.tp_rank is None) != (options.tp_size is None):
         alone = "--tp-rank" if options.tp_size is None else "--tp-size"
         raise MoeValueError(f"{alone} is given alone; --tp-rank and --tp-size go together")
+    from trellis_moe.commands.run import RunRequest, run
+
     report = run(
         RunRequest(
             checkpoint=options.checkpoint,
@@ -116,6 +126,7 @@ def _run(options: argparse.Namespace) -> int:
             ignore_index=options.ignore_index,
         ),
         show_progress=not options.json,
+        warn=_warn,
     )
     _show(report, options.json)
     return EXIT_OK
@@ -124,12 +135,15 @@ def _run(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     if options.tokens <= 0:
         raise MoeValueError(f"--tokens must be positive, got {options.tokens}")
+    from trellis_moe.commands.demo import demo
+
     report = demo(
         checkpoint=options.checkpoint,
         layer=options.layer,
         device=options.device,
         tokens=options.tokens,
         show_progress=not options.json,
+        warn=_warn,
     )
     _show(report, options.json)
     return EXIT_OK if report["ok"] else EXIT_FAILED
@@ -139,6 +153,10 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=2))
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     geometry, seconds = report["geometry"], report["seconds"]
     title = Text(f"layer {report['layer']} of {_printable(report['checkpoint'])}")  # a str would be read as markup
     table = Table(title=title, show_header=False)
@@ -148,7 +166,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         "intermediate": _width(geometry["intermediate_size"], geometry["padded_intermediate_size"]),
         "channels": f"{report['channels'][0]}..{report['channels'][1]} of {geometry['padded_intermediate_size']}",
         "codebook, K": f"{report['codebook']}, {', '.join(f'{rate:g}' for rate in report['rates'])}",
-        "activation": f"{report['activation']}, {report['io_dtype']} in",
+        "activation": f"{_law(report)}, {report['io_dtype']} in",
         "tokens": str(report["tokens"]),
         "prepared": f"{report['prepared_bytes']:,} bytes, {report['code_bytes']:,} of them codes",
         "scratch": f"{report['scratch_bytes']:,} bytes",
@@ -172,6 +190,15 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     Console().print(table)
 
 
+def _law(report: dict[str, Any]) -> str:
+    """The activation, with its constants where it has any."""
+    constants = report["activation_constants"]
+    if constants["limit"] is None and (constants["alpha"], constants["beta"]) == (1.0, 0.0):
+        return str(report["activation"])
+    stated = ", ".join(f"{name} {value:g}" for name, value in constants.items() if value is not None)
+    return f"{report['activation']} ({stated})"
+
+
 def _width(size: int, stored: int) -> str:
     return str(size) if size == stored else f"{size} (stored {stored})"
 
@@ -179,6 +206,10 @@ def _width(size: int, stored: int) -> str:
 def _printable(text: str) -> str:
     """Text without control characters, so that a name in a file cannot drive the terminal or feign another line."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _warn(warning: str) -> None:
+    _tell(f"warning: {warning}")
 
 
 def _tell(message: str) -> None:

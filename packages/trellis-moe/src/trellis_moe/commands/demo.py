@@ -5,6 +5,7 @@ It must not parse arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ _BOUND_PEER = 2e-3  # relative L2 to exllamav3's output, whose own float16 round
 
 
 def demo(
-    *, checkpoint: Path | None, layer: int, device: str | None, tokens: int, show_progress: bool = True
+    *,
+    checkpoint: Path | None,
+    layer: int,
+    device: str | None,
+    tokens: int,
+    show_progress: bool = True,
+    warn: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Run the demo.
 
@@ -41,6 +48,7 @@ def demo(
         device: `cpu`, `cuda`, or None for a GPU where there is one.
         tokens: tokens of random input, where there is no stored one.
         show_progress: whether a bar may be shown.
+        warn: called, before the work begins, with each warning that the report will have.
 
     Returns:
         The report, with `error_float64` and, where an output of exllamav3 is stored, `error_exllamav3` (relative L2),
@@ -56,6 +64,9 @@ def demo(
     x = stored["x"] if stored else _random_input(tokens, opened.source.geometry.hidden_size)
     with open_checkpoint(path) as files:
         ids, weights = route(files, find_layer(files, layer), x)
+    if warn is not None:
+        for warning in opened.warnings:
+            warn(warning)
     with progress_bar(show_progress) as tell:
         result = run_layer(opened, x, ids, weights, device=target, progress=tell)
     truth = moe_forward(opened.source, opened.weights, x.numpy(), ids.numpy(), weights.numpy())

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from trellis_format.files import read_header
 from trellis_moe.errors import MoeTypeError, MoeValueError
 
-__all__ = ["LayerInput", "check_output_path", "read_input", "write_output"]
+__all__ = ["LayerInput", "check_output_path", "check_path", "read_input", "write_output"]
 
 _X_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _ID_DTYPES = {"I32": torch.int32, "I64": torch.int64}
@@ -32,6 +32,16 @@ class LayerInput:
     x: torch.Tensor
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+
+
+def check_path(path: Path) -> None:
+    """Accept what can be a path at all.
+
+    Raises:
+        MoeValueError: if it holds a NUL, which no file system takes.
+    """
+    if "\0" in str(path):
+        raise MoeValueError(f"{path}: a path cannot hold a NUL, this one has it at index {str(path).index(chr(0))}")
 
 
 def read_input(path: Path, *, hidden_size: int, num_experts: int) -> LayerInput:
@@ -48,6 +58,7 @@ def read_input(path: Path, *, hidden_size: int, num_experts: int) -> LayerInput:
         MoeValueError: if a tensor is missing, a shape is wrong, an id is out of range, or a route weight is not finite;
             names the file, the tensor, the place and both numbers.
     """
+    check_path(path)
     header = read_header(path)
     for name, dtypes in (("x", _X_DTYPES), ("topk_ids", _ID_DTYPES), ("topk_weights", _X_DTYPES)):
         if name not in header.entries:
@@ -85,9 +96,11 @@ def check_output_path(path: Path, *, source: Path, checkpoint: Path) -> None:
         checkpoint: the checkpoint's directory, whose files must stay.
 
     Raises:
-        MoeValueError: if its directory does not exist or is not writable, it is a directory or a device, it is the
-            input, or it is a file of the checkpoint.
+        MoeValueError: if a path holds a NUL, its directory does not exist or is not writable, it is a directory or a
+            device, it is the input, or it is a file of the checkpoint.
     """
+    for each in (path, source, checkpoint):
+        check_path(each)
     try:
         target = Path(os.path.realpath(path))
         if target.is_dir():

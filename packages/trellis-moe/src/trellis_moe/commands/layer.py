@@ -5,19 +5,24 @@ It must not print.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from trellis_format.activations import ACTIVATIONS, Activation
-from trellis_format.checkpoint import open_checkpoint
-from trellis_format.exl3 import trellis_from_exl3
-from trellis_format.exl3.layers import find_layer
-from trellis_format.source import TrellisSource, TrellisWeights
+from trellis_format.checkpoint import CONFIG_NAME
+from trellis_format.files.strict_json import read_json
+from trellis_format.findings import Findings
+from trellis_format.inspect_model import compare_sizes
+from trellis_format.layer_source import open_layer_source, stated_activation
+from trellis_format.model_config import parse_model_config
+from trellis_format.source import ExpertGeometry, TrellisSource, TrellisWeights
 from trellis_moe.binding import Binding, bind
+from trellis_moe.commands.files import check_path
 from trellis_moe.errors import MoeValueError
 from trellis_moe.lifecycle import prepare_weights
 from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
@@ -35,11 +40,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A described layer."""
+    """A described layer; `warnings` say where `config.json` disagrees with its tensors, which are taken."""
 
     source: TrellisSource
     weights: TrellisWeights
     open_seconds: float
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,37 +73,41 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def open_layer(
-    checkpoint: Path,
+    checkpoint: str | os.PathLike[str],
     layer: int,
     *,
-    activation: Activation | None = None,
+    activation: Activation | str | None = None,
     pattern: str | None = None,
     ignore_index: bool = False,
 ) -> Layer:
     """Open and describe one layer.
 
     Args:
-        checkpoint: its directory.
+        checkpoint: its directory, of any container.
         layer: index of the layer.
-        activation: overrides what `config.json` says.
-        pattern: regular expression of expert names.
-        ignore_index: do not compare the shards with the index.
+        activation: overrides what `config.json` or a manifest says.  Of a name, the constants are those that the
+            checkpoint states for this law, else those of `Activation.named`.
+        pattern: regular expression of expert names in EXL3.
+        ignore_index: do not compare EXL3 shards with the index.
 
     Raises:
         FormatError: if the checkpoint or the layer breaks a rule.
-        MoeValueError: if no activation is known.
+        MoeValueError: if no activation is known, or its gate does not fit the experts.
     """
     begin = time.perf_counter()
-    opened = open_checkpoint(checkpoint, ignore_index=ignore_index)
-    described = find_layer(opened, layer) if pattern is None else find_layer(opened, layer, pattern=pattern)
-    source, weights = trellis_from_exl3(described, activation=activation)
-    if source.activation is None:
-        key = described.config.activation_key() or "hidden_act"
-        raise MoeValueError(
-            f"{checkpoint / 'config.json'}: {key} is {getattr(described.config, key)!r}, no activation that is known; "
-            f"give --activation, one of {', '.join(ACTIVATIONS)}"
-        )
-    return Layer(source, weights, time.perf_counter() - begin)
+    path = Path(checkpoint)
+    check_path(path)
+    source, weights = open_layer_source(
+        path,
+        layer,
+        pattern=pattern,
+        activation=activation if isinstance(activation, Activation) else None,
+        ignore_index=ignore_index,
+    )
+    if isinstance(activation, str) and (source.activation is None or source.activation.kind != activation):
+        source = replace(source, activation=Activation.named(activation))
+    _check_law(path, layer, source)
+    return Layer(source, weights, time.perf_counter() - begin, _disagreements(path, layer, source.geometry))
 
 
 def run_layer(
@@ -144,6 +154,32 @@ def run_layer(
     prepared = time.perf_counter()
     y = _launch(bind(plan, experts), x, topk_ids, topk_weights, tell)
     return LayerRun(y, plan, experts, prepared - begin, time.perf_counter() - prepared)
+
+
+def _check_law(checkpoint: Path, layer: int, source: TrellisSource) -> None:
+    law, gated = source.activation, source.geometry.gated
+    if law is None:
+        file = checkpoint / CONFIG_NAME
+        fact = f"{checkpoint}: there is no {CONFIG_NAME} to state the activation"
+        if file.exists():
+            fact = f"{file}: {stated_activation(checkpoint)}, no activation that is known"
+        raise MoeValueError(f"{fact}; give --activation, one of {', '.join(ACTIVATIONS)}")
+    if law.gated != gated:
+        fitting = " or ".join(kind for kind in ACTIVATIONS if Activation(kind).gated == gated)
+        raise MoeValueError(
+            f"{checkpoint}: layer {layer}: activation {law.kind} takes {'a' if law.gated else 'no'} gate, the experts "
+            f"have {'a' if gated else 'no'} gate; --activation must be {fitting}"
+        )
+
+
+def _disagreements(checkpoint: Path, layer: int, geometry: ExpertGeometry) -> tuple[str, ...]:
+    """Where `config.json`, which opening has read and accepted, states other sizes than the tensors have."""
+    file = checkpoint / CONFIG_NAME
+    if not file.exists():
+        return ()
+    findings = Findings()
+    compare_sizes(file, layer, "", geometry, parse_model_config(read_json(file), file=str(file)), findings)
+    return tuple(f"{finding.file}: {finding.message}" for finding in findings.collected())
 
 
 def _plan(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trellis_format.activations import Activation
 from trellis_moe.commands.files import check_output_path, read_input, write_output
 from trellis_moe.commands.layer import Layer, LayerRun, choose_device, open_layer, run_layer
 from trellis_moe.commands.progress import progress_bar
@@ -36,28 +37,37 @@ class RunRequest:
     ignore_index: bool = False
 
 
-def run(request: RunRequest, *, show_progress: bool = True) -> dict[str, Any]:
+def run(
+    request: RunRequest, *, show_progress: bool = True, warn: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Carry out a run; every argument and input is checked before any weight is read.
 
+    Args:
+        request: what to run.
+        show_progress: whether a bar may be shown.
+        warn: called, before the work begins, with each warning that the report will have.
+
     Returns:
-        The report: geometry, rates, share, bytes, path, seconds.
+        The report: geometry, rates, law, share, bytes, path, warnings, seconds.
 
     Raises:
         FormatError, PrepError, MoeError: if something is refused; nothing is written.
     """
     device = choose_device(request.device)
     check_output_path(request.output, source=request.input, checkpoint=request.checkpoint)
-    law = Activation(request.activation) if request.activation else None
     layer = open_layer(
         request.checkpoint,
         request.layer,
-        activation=law,
+        activation=request.activation,
         pattern=request.pattern,
         ignore_index=request.ignore_index,
     )
     geometry = layer.source.geometry
     rank_extent(geometry.padded_intermediate_size, request.rank, request.world_size)
     data = read_input(request.input, hidden_size=geometry.hidden_size, num_experts=geometry.num_experts)
+    if warn is not None:
+        for warning in layer.warnings:
+            warn(warning)
     with progress_bar(show_progress) as tell:
         result = run_layer(
             layer,
@@ -85,7 +95,7 @@ def run(request: RunRequest, *, show_progress: bool = True) -> dict[str, Any]:
 def describe_run(layer: Layer, result: LayerRun) -> dict[str, Any]:
     """The part of a report that every run has."""
     source, plan = layer.source, result.plan
-    geometry, extent = source.geometry, plan.weights.extent
+    geometry, extent, law = source.geometry, plan.weights.extent, plan.activation.nonlinearity
     return {
         "geometry": {
             "num_experts": geometry.num_experts,
@@ -97,7 +107,12 @@ def describe_run(layer: Layer, result: LayerRun) -> dict[str, Any]:
         },
         "codebook": source.codebook,
         "rates": [rate.bits for rate in source.rates.distinct()],
-        "activation": plan.activation.nonlinearity.kind,
+        "activation": law.kind,
+        "activation_constants": {
+            "limit": None if math.isinf(law.limit) else law.limit,
+            "alpha": law.alpha,
+            "beta": law.beta,
+        },
         "io_dtype": plan.activation.io_dtype,
         "channels": [extent.first_channel, extent.end_channel],
         "tokens": result.y.shape[0],
@@ -108,6 +123,7 @@ def describe_run(layer: Layer, result: LayerRun) -> dict[str, Any]:
         "prepared_bytes": result.experts.nbytes,
         "code_bytes": result.experts.layout.code_bytes,
         "scratch_bytes": plan.required_nbytes(),
+        "warnings": list(layer.warnings),
         "seconds": {
             "open": layer.open_seconds,
             "prepare": result.prepare_seconds,
