@@ -85,6 +85,23 @@ def test_repr_evaluates_back(law: Activation) -> None:
     assert eval(repr(law)) == law
 
 
+@pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if kind != "swigluoai"])
+def test_a_named_law_without_constants_is_plain(kind: str) -> None:
+    assert Activation.named(kind) == Activation(kind)
+
+
+@given(NUMBERS, NUMBERS)
+def test_swigluoai_by_name_is_the_law_of_gpt_oss(g: float, u: float) -> None:
+    gate, up = min(g, 7.0), max(-7.0, min(u, 7.0))
+    found = Activation.named("swigluoai").apply(np.array([[g]]), np.array([[u]]))[0, 0]
+    assert found == pytest.approx(gate * sigmoid(1.702 * gate) * (up + 1.0), rel=1e-9, abs=1e-12)
+
+
+def test_a_law_by_an_unknown_name_is_refused() -> None:
+    with pytest.raises(FormatValueError, match="unknown activation 'mish'; known: silu"):
+        Activation.named("mish")
+
+
 def test_unknown_kinds_name_the_known_ones() -> None:
     with pytest.raises(FormatValueError, match="unknown activation 'mish'; known: silu, gelu_tanh, situ"):
         Activation("mish")

@@ -11,7 +11,7 @@ import pytest
 from exl3_files import random_linear, write_bytes, write_checkpoint, write_json, write_shard
 from trellis_format import checkpoint as module
 from trellis_format.checkpoint import CONFIG_NAME, INDEX_NAME, QUANTIZATION_CONFIG_NAME, open_checkpoint
-from trellis_format.errors import FormatNotFoundError, FormatValueError
+from trellis_format.errors import FormatError, FormatNotFoundError, FormatValueError
 
 ARRAYS = {f"t{number}": np.full((number + 1, 3), number, np.int16) for number in range(5)}
 
@@ -99,7 +99,8 @@ def test_an_index_that_lists_what_no_shard_has(tmp_path: Path) -> None:
         open_checkpoint(folder)
     assert str(caught.value) == (
         f"{folder / INDEX_NAME}: the index and the shards disagree: 2 tensors are listed in the index but not in that "
-        "shard (first ghost, spook), 0 are in a shard but not listed; open with the index ignored to trust the shards"
+        "shard (first ghost, spook), 0 are in a shard but not listed; --ignore-index (ignore_index=True) trusts the "
+        "shards"
     )
     assert len(open_checkpoint(folder, ignore_index=True).tensors) == 5
 
@@ -170,8 +171,53 @@ def test_a_shard_that_the_index_leaves_out(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", ARRAYS, index=True)
     write_shard(folder / "consolidated.safetensors", {"t0": ARRAYS["t0"]})
     opened = open_checkpoint(folder)
-    assert opened.notes == (f"consolidated.safetensors is not in {INDEX_NAME} and holds no trellis: not read",)
+    text = f"consolidated.safetensors is not in {INDEX_NAME}, whose shards hold each of its tensors: not read"
+    assert opened.notes == (text,)
     assert len(opened.readers) == 1
+
+
+def test_a_shard_that_the_index_leaves_out_cannot_add_a_tensor(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", ARRAYS, index=True)
+    write_shard(folder / "consolidated.safetensors", {"t0": ARRAYS["t0"], "x": ARRAYS["t0"]})
+    with pytest.raises(FormatValueError, match=r"duplicate tensor: also in model\.safetensors"):
+        open_checkpoint(folder)
+    write_shard(folder / "consolidated.safetensors", {"x": ARRAYS["t0"]})
+    with pytest.raises(FormatValueError, match=r"1 are in a shard but not listed \(first x\); --ignore-index"):
+        open_checkpoint(folder)
+    assert "x" in open_checkpoint(folder, ignore_index=True).tensors
+
+
+def test_an_empty_index_lists_nothing(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", ARRAYS)
+    index_of(folder)
+    with pytest.raises(FormatValueError, match="5 are in a shard but not listed"):
+        open_checkpoint(folder)
+
+
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", ARRAYS, index=True)
+    (folder / "._model.safetensors").write_bytes(b"resource fork")
+    opened = open_checkpoint(folder)
+    assert len(opened.tensors) == len(ARRAYS)
+    assert opened.notes == ("._model.safetensors is hidden: not read",)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FormatValueError, match=r"no \*\.safetensors file"):
+        open_checkpoint(folder, ignore_index=True)
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "dangling"])
+def test_an_index_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    folder = write_checkpoint(tmp_path / "c", ARRAYS)
+    index = folder / INDEX_NAME
+    if kind == "directory":
+        index.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(index)
+    else:
+        index.symlink_to("/dev/zero" if kind == "device" else folder / "nowhere")
+    with pytest.raises(FormatError, match=r"not a regular file|a link to a file that is not there") as caught:
+        open_checkpoint(folder)
+    assert caught.value.file == str(index)
 
 
 def test_a_stale_index_cannot_hide_a_trellis(tmp_path: Path) -> None:

@@ -46,8 +46,58 @@ def test_exit_codes(sound: Path, broken: Path, tmp_path: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"trellis-format: {tmp_path / 'none'}: no such checkpoint directory\n"
-    write_bytes(tmp_path / "x.safetensors", b"[]")
-    assert main(["inspect", str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", str(tmp_path / "empty")]) == 2
+
+
+def commands(path: Path, out: Path) -> list[list[str]]:
+    """Every command that reads a checkpoint, on one."""
+    module = "model.layers.0.mlp.experts.0.up_proj"
+    return [
+        ["inspect", str(path)],
+        ["validate", str(path)],
+        ["convert", str(path), str(out), "--to", "native"],
+        ["decode", str(path), module, str(out)],
+    ]
+
+
+def test_a_file_that_breaks_a_rule_is_1_of_every_command(tmp_path: Path, broken: Path) -> None:
+    header = tmp_path / "header"
+    header.mkdir()
+    write_bytes(header / "model.safetensors", b"[]")
+    unlisted = write_checkpoint(tmp_path / "unlisted", random_layer(RNG), config={"hidden_act": "silu"})
+    (unlisted / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    text = write_checkpoint(tmp_path / "text", random_layer(RNG))
+    (text / "config.json").write_text("{")
+    for path in (broken, header, unlisted, text):
+        for arguments in commands(path, tmp_path / "out"):
+            assert main(arguments) == 1, arguments
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_opened_or_written_is_2_of_every_command(tmp_path: Path, sound: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "none", tmp_path / "empty", sound / "model.safetensors"):
+        for arguments in commands(path, tmp_path / "out"):
+            assert main(arguments) == 2, arguments
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("kept")
+    for arguments in commands(sound, tmp_path / "file")[2:] + commands(sound, tmp_path / "file/below")[2:]:
+        assert main(arguments) == 2, arguments
+    assert main(["synth", str(tmp_path / "file"), "--hidden", "128", "--intermediate", "128", "--experts", "1"]) == 2
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["inspect_checkpoint", "validate.validate_checkpoint"])
+def test_an_interrupt_is_one_line(
+    sound: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"trellis_format.cli.{name}", interrupt)
+    assert main([name.partition("_")[0].partition(".")[0], str(sound)]) == 130
+    assert capsys.readouterr() == ("", "trellis-format: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +205,7 @@ def test_complaints_drive_no_terminal(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     write_bytes(tmp_path / "c/model.safetensors", header)
     done = run("inspect", str(tmp_path / "c"))
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     assert "\x1b" not in done.stderr
     assert r"\x1b[31mred" in done.stderr
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from exl3_files import MARKERS, random_layer, write_checkpoint, write_json
+from slot_files import edited, manifest_json, random_content
 from trellis_format.checkpoint import open_checkpoint
+from trellis_format.container.manifest import parse_manifest
+from trellis_format.container.writer import write_content, write_manifest
 from trellis_format.convert import ASSUMED_BYTES_PER_SECOND, ConvertPlan, convert, parse_layers, plan_conversion
 from trellis_format.convert_source import open_source
 from trellis_format.detect import CONTAINERS
@@ -23,6 +28,7 @@ from trellis_format.report import Severity
 from trellis_format.synth import SynthSpec, synth_checkpoint
 from trellis_format.synth_names import NAMINGS
 from trellis_format.synth_source import synth_container
+from trellis_format.validate import validate_checkpoint
 
 CONFIG = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 2, "hidden_act": "silu"}
 
@@ -122,13 +128,47 @@ def test_codebooks_that_exl3_lacks_are_refused(tmp_path: Path) -> None:
     assert first == again
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_layers_under_an_intermediate_hadamard_go_between_containers(tmp_path: Path, equal: bool) -> None:
+    made = random_content(experts=2, hidden=512, intermediate=256, transform=True, row_alignment=4096)
+    kept = made if not equal else replace(made, up_suh=made.gate_suh)
+    (tmp_path / "v1").mkdir()
+    write_manifest(tmp_path / "v1", kept.head, {3: write_content(tmp_path / "v1", kept)})
+    run(tmp_path / "v1", tmp_path / "native", "native")
+    run(tmp_path / "native", tmp_path / "again", "exl3-v1")
+    run(tmp_path / "again", tmp_path / "back", "native")
+    for first, second, name in (("v1", "again", "exl3-layer-00003"), ("native", "back", "trellis-layer-00003")):
+        files = [load_file(tmp_path / folder / f"{name}.safetensors") for folder in (first, second)]
+        assert sorted(files[0]) == sorted(files[1])
+        assert all(files[0][key].tobytes() == files[1][key].tobytes() for key in files[0])
+    native = load_file(tmp_path / "native" / "trellis-layer-00003.safetensors")["input_scales.vectors"]
+    wanted = kept.gate_suh if equal else np.stack([kept.gate_suh, kept.up_suh], axis=1)
+    assert native.tobytes() == wanted.tobytes()
+    for folder in ("v1", "native", "again"):
+        assert validate_checkpoint(tmp_path / folder, data=True).findings == ()
+    with pytest.raises(FormatUnsupportedError, match=r"layer 3: EXL3 linears cannot hold it: .* Hadamard"):
+        run(tmp_path / "v1", tmp_path / "no", "exl3")
+
+
+def test_barriers_do_not_matter_to_a_layer_that_is_carried(tmp_path: Path) -> None:
+    data = edited(manifest_json(experts=2, hidden=128, intermediate=256), "layout.extent_barriers", [4])
+    made = replace(random_content(experts=2, hidden=128, intermediate=256), head=parse_manifest(data))
+    (tmp_path / "v1").mkdir()
+    write_manifest(tmp_path / "v1", made.head, {3: write_content(tmp_path / "v1", made)})
+    assert validate_checkpoint(tmp_path / "v1", data=True).findings == ()
+    run(tmp_path / "v1", tmp_path / "native", "native")
+    codes = load_file(tmp_path / "native" / "trellis-layer-00003.safetensors")["codes"]
+    assert codes.tobytes() == np.ascontiguousarray(made.codes.read()[:, : codes.shape[1]]).tobytes()
+
+
 def test_files_that_cannot_be_copied_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     source = write_checkpoint(tmp_path / "source", sound(), config=CONFIG)
+    (source / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("shutil.copyfile", refuse)
-    with pytest.raises(FormatValueError, match=r"config\.json: cannot be copied: Permission denied"):
+    with pytest.raises(FormatValueError, match=r"\.json: cannot be copied: Permission denied"):
         run(source, tmp_path / "out", "native")
 
 
@@ -136,7 +176,9 @@ def test_a_stated_quantisation_without_modules_is_kept(tmp_path: Path) -> None:
     stated = {"quant_method": "exl3"}
     source = write_checkpoint(tmp_path / "source", sound() | sound(layer=1), config=CONFIG, quantization=stated)
     run(source, tmp_path / "out", "native", layers=[1])
-    assert json.loads((tmp_path / "out" / "quantization_config.json").read_text()) == stated
+    assert not (tmp_path / "out" / "quantization_config.json").exists()
+    run(tmp_path / "out", tmp_path / "back", "exl3")
+    assert json.loads((tmp_path / "back" / "quantization_config.json").read_text()) == stated
 
 
 def test_exl3_is_dealt_to_other_shards_whatever_it_holds(tmp_path: Path) -> None:

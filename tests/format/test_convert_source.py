@@ -40,7 +40,8 @@ def test_each_container_gives_the_same(tmp_path: Path, container: str) -> None:
     with closing(open_source(path)) as source:
         assert (source.container, source.layers) == (container, (5,))
         assert [tensor.name for tensor in source.outside] == ["norm.weight"]
-        assert [file.name for file in source.files()] == ["config.json", "tokenizer.json"]
+        kept = [] if container == "exl3" else ["trellis-exl3-config.json"]
+        assert [file.name for file in source.files()] == ["config.json", "tokenizer.json", *kept]
         assert source.names[5].prefix == "model.layers.5.mlp.experts"
         described, weights = source.read_layer(5)
         assert described.activation is not None

@@ -47,5 +47,5 @@ def test_every_command_has_a_section(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     listed = re.search(r"COMMAND\n((?:    \w+ .*\n(?:      .*\n)*)+)", capsys.readouterr().out)
     assert listed is not None
-    names = set(re.findall(r"^    (\w+) ", listed[1], re.MULTILINE)) - {"inspect", "schema"}
+    names = set(re.findall(r"^    (\w+) ", listed[1], re.MULTILINE)) - {"schema"}
     assert names == set(re.findall(r"^## (\w+):", DOCUMENT.read_text(), re.MULTILINE))

@@ -7,14 +7,19 @@ import pickle
 import pytest
 
 from trellis_format.errors import (
+    MAX_MESSAGE_CHARACTERS,
+    MAX_VALUE_CHARACTERS,
+    FormatArgumentError,
     FormatError,
     FormatNotFoundError,
     FormatTypeError,
     FormatUnsupportedError,
     FormatValueError,
+    bounded,
 )
 
 PAIRS = [
+    (FormatArgumentError, ValueError),
     (FormatValueError, ValueError),
     (FormatTypeError, TypeError),
     (FormatUnsupportedError, NotImplementedError),
@@ -50,3 +55,26 @@ def test_errors_survive_pickling(own: type[FormatError], _: type) -> None:
     assert type(error) is own
     assert str(error) == "f: t: fact"
     assert (error.file, error.tensor) == ("f", "t")
+
+
+@pytest.mark.parametrize("value", ["a" * 5000, "b c" * 5000, "'quoted' " * 2000])
+def test_values_are_cut_and_what_follows_them_stays(value: str) -> None:
+    error = FormatValueError(f"key {value!r} is not one of 3", tensor=value)
+    assert error.message.startswith(f"key {value!r:.30}")
+    assert error.message.endswith(" is not one of 3")
+    assert f"({len(repr(value))} characters)" in error.message
+    assert len(error.message) < MAX_VALUE_CHARACTERS + 50
+    assert error.tensor is not None
+    assert error.tensor.endswith(f" ... ({len(value)} characters)")
+    assert len(error.tensor) == MAX_VALUE_CHARACTERS
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_message_of_many_values_is_cut_as_a_whole() -> None:
+    short = "layer 7: the trellis is " + ", ".join(f"{number} words" for number in range(10))
+    assert bounded(short) == short
+    long = "word " * 1_000_000
+    assert len(bounded(long)) == MAX_MESSAGE_CHARACTERS
+    assert "characters)" in bounded(long)
+    whole = "x" * MAX_VALUE_CHARACTERS
+    assert bounded(f"{whole} y") == f"{whole} y"

@@ -464,10 +464,42 @@ def test_a_shard_that_is_gone_is_a_finding(tmp_path: Path) -> None:
 
 def test_a_shard_outside_the_index_is_noted(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", small(), config=CONFIG, index=True)
-    write_shard(folder / "consolidated.safetensors", {"x": np.zeros(2, np.float16)})
+    name = next(iter(small()))
+    write_shard(folder / "consolidated.safetensors", {name: np.zeros(2, np.float16)})
     (finding,) = found(inspect_checkpoint(folder), "shard-not-read")
     assert "consolidated.safetensors" in finding.message
     assert finding.severity == "note"
+
+
+def test_a_tensor_outside_the_index_is_an_error(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", small(), config=CONFIG, index=True)
+    write_shard(folder / "consolidated.safetensors", {"x": np.zeros(2, np.float16)})
+    (finding,) = found(inspect_checkpoint(folder), "index-mismatch")
+    assert finding.numbers == {"listed_only": 0, "stored_only": 1}
+    assert "--ignore-index" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ([], "tensor_storage['norm'] must be an object, got list"),
+        ({"stored_tensors": 3}, "tensor_storage['norm'].stored_tensors must be an object, got int"),
+        ({"stored_tensors": {"norm.weight": [2]}}, "has no object with a list shape for it, got [2]"),
+        ({"stored_tensors": {"norm.weight": {"shape": "2"}}}, "has no object with a list shape for it"),
+        ({"stored_tensors": {"norm.weight": {}}}, None),
+        ({}, None),
+    ],
+)
+def test_malformed_storage_is_a_finding(tmp_path: Path, entry: Any, text: str | None) -> None:
+    tensors = small() | {"norm.weight": np.zeros(2, np.float16)}
+    folder = write_checkpoint(tmp_path / "c", tensors, config=CONFIG, quantization={"tensor_storage": {"norm": entry}})
+    findings = found(inspect_checkpoint(folder), "storage-invalid")
+    assert len(findings) == (text is not None)
+    for finding in findings:
+        assert text is not None
+        assert text in finding.message
+        assert finding.severity == "error"
+        assert finding.file == str(folder / "quantization_config.json")
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
@@ -486,3 +518,19 @@ def test_names_of_any_kind_are_carried(tmp_path: Path) -> None:
     report = inspected(tmp_path, small(**{name: np.zeros(2, np.float16) for name in odd}))
     assert {group.example for group in report.skipped} >= set(odd)
     assert InspectReport.model_validate_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("method", ["gptq", "exl2"])
+def test_a_stated_method_can_be_ignored(tmp_path: Path, method: str) -> None:
+    config = CONFIG | {"quantization_config": {"quant_method": method}}
+    report = inspected(tmp_path, small(), config)
+    (finding,) = found(report, "method-conflict")
+    assert not report.layers[0].readable
+    report = inspect_checkpoint(tmp_path / "c", ignore_method=True)
+    assert not report.has_errors
+    assert report.layers[0].readable
+    (note,) = found(report, "method-ignored")
+    assert note.message == f"{finding.message}; the tensors are trusted, as asked"
+    assert (note.file, note.tensor) == (finding.file, finding.tensor)
+    assert found(inspect_checkpoint(write_checkpoint(tmp_path / "d", small(), config=CONFIG), ignore_method=True),
+                 "method-ignored") == []  # fmt: skip

@@ -50,6 +50,28 @@ def test_zero_and_null_say_nothing() -> None:
     config = parse({"num_experts": 0, "num_local_experts": None, "n_routed_experts": 8, "architectures": None})
     assert config.expert_count() == 8
     assert config.architectures is None
+    assert config.zeros() == ("num_experts",)
+    assert parse({"num_experts": 8, "moe_latent_size": 0}).zeros() == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 0),
+        ("hidden_size", -128),
+        ("intermediate_size", 0),
+        ("moe_latent_size", -1),
+        ("moe_intermediate_size", -1),
+        ("num_experts", -1),
+        ("num_local_experts", -8),
+        ("n_routed_experts", -1),
+        ("num_experts_per_tok", -1),
+        ("moe_num_experts", [64, -1]),
+    ],
+)
+def test_sizes_are_positive(key: str, value: Any) -> None:
+    with pytest.raises(FormatValueError, match=rf"config\.json: {key}.*should be greater than"):
+        parse({key: value})
 
 
 def test_text_config_wins_over_the_top() -> None:

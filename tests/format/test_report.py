@@ -20,6 +20,7 @@ SHAPE_V1: dict[str, Any] = {
     "schema_version": int,
     "tool_version": str,
     "path": str,
+    "container": str,
     "shards": {"name": str, "bytes": int, "tensors": int},
     "model": {
         "model_type": str,
@@ -51,14 +52,23 @@ SHAPE_V1: dict[str, Any] = {
         "bits": {"linears": int, "weights": int, "codes": float, "total": float},
         "bytes": int,
         "up_divisor": float,
-        "tensor_parallel": {"blocks": int, "even": int, "largest": int},
+        "tensor_parallel": {"blocks": int, "even": int, "largest": int, "alignment_slots": int, "barriers": int},
+        "pair_kinds": str,
+        "file": str,
+        "sha256": str,
     },
     "bits_per_weight": {
         part: {"linears": int, "weights": int, "codes": float, "total": float}
         for part in ("model", "experts", "shared_experts", "linears", "head")
     },
     "bytes": dict.fromkeys(("experts", "shared_experts", "linears", "head", "embeddings", "others", "total"), int),
-    "transforms": {"kind": str, "block_size": int, "linears_with_vectors": int, "linears_with_packed_signs": int},
+    "transforms": {
+        "kind": str,
+        "block_size": int,
+        "linears_with_vectors": int,
+        "linears_with_packed_signs": int,
+        "expert": str,
+    },
     "skipped": {
         "reason": str,
         "explanation": str,

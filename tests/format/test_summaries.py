@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from exl3_files import random_layer, random_linear, write_checkpoint
 from trellis_format.checkpoint import open_checkpoint
 from trellis_format.exl3.layers import find_layers, group_modules
 from trellis_format.exl3.linear import Exl3Linear, describe_linear
+from trellis_format.report import BitsPerWeight
 from trellis_format.summaries import (
+    add_bits,
     bits_by_class,
     bits_per_weight,
     summarise_projections,
@@ -109,6 +112,40 @@ def test_ranks_that_divide_the_blocks(channels: int, blocks: int, even: tuple[in
     parallel = tensor_parallel(channels)
     assert (parallel.blocks, parallel.even, parallel.largest) == (blocks, even, blocks)
     assert all(channels % (128 * world) == 0 for world in parallel.even)
+
+
+@pytest.mark.parametrize("grain", [1, 4, 8, 12])
+@pytest.mark.parametrize("barriers", [(), (12,), (8, 16), (6,), (16, 40)])
+@pytest.mark.parametrize("slots", [24, 48, 20, 6])
+def test_cuts_respect_alignment_and_barriers(slots: int, grain: int, barriers: tuple[int, ...]) -> None:
+    """Against a search over world sizes: every share in whole blocks and units, no barrier inside one."""
+    unit = math.lcm(grain, 4)
+    expected = []
+    for world in range(1, slots + 1):
+        share = slots / world
+        cuts = [(rank * share, (rank + 1) * share) for rank in range(world)]
+        whole = all(end % unit == 0 for _, end in cuts)
+        if whole and not any(first < barrier < end for barrier in barriers for first, end in cuts):
+            expected.append(world)
+    parallel = tensor_parallel(slots * 32, alignment_slots=grain, barriers=barriers)
+    assert parallel.even == tuple(expected)
+    assert parallel.largest == max(expected, default=0)
+    assert (parallel.alignment_slots, parallel.barriers) == (unit, barriers)
+
+
+def test_bits_of_several_parts_add_up() -> None:
+    empty = BitsPerWeight(linears=0, weights=0, codes=None, total=None)
+    three = BitsPerWeight(linears=2, weights=100, codes=3.0, total=3.5)
+    five = BitsPerWeight(linears=1, weights=300, codes=5.0, total=5.1)
+    unknown = BitsPerWeight(linears=1, weights=100, codes=None, total=4.0)
+    assert add_bits() == add_bits(empty, empty) == empty
+    assert add_bits(three, empty) == three
+    both = add_bits(three, five)
+    assert (both.linears, both.weights) == (3, 400)
+    assert both.codes == pytest.approx((3 * 100 + 5 * 300) / 400)
+    assert both.total == pytest.approx((3.5 * 100 + 5.1 * 300) / 400)
+    assert add_bits(three, unknown).codes is None
+    assert add_bits(three, unknown).total == pytest.approx(3.75)
 
 
 def test_forms_of_vectors_are_counted(tmp_path: Path) -> None:

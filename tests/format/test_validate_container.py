@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from exl3_files import random_layer, write_checkpoint, write_json, write_shard
+from slot_files import random_content, random_pair_content
+from trellis_format.container.writer import write_content, write_manifest
 from trellis_format.convert import convert
 from trellis_format.convert_source import open_source
 from trellis_format.report import Severity
@@ -140,14 +142,99 @@ def test_padding_of_native_layers_must_be_zero(tmp_path: Path, name: str, index:
     assert finding.numbers == {"index": index[-1], "count": 1, "true": 200, "stored": 256}
 
 
-def test_a_layer_that_no_adapter_takes_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trellis_format import validate_container
-    from trellis_format.errors import FormatUnsupportedError
+def test_a_layer_that_no_adapter_takes_is_a_note(tmp_path: Path) -> None:
+    content = random_pair_content()
+    write_manifest(tmp_path, content.head, {3: write_content(tmp_path, content)})
+    assert validate_checkpoint(tmp_path).findings == ()
+    (finding,) = validate_checkpoint(tmp_path, data=True).findings
+    assert (finding.code, finding.severity) == ("not-described", Severity.NOTE)
+    assert "pair rates of kinds P33, P24, P43" in finding.message
 
-    def refuse(_: object) -> object:
-        raise FormatUnsupportedError("pair rates")
 
-    path = made(tmp_path, "exl3-v1")
-    monkeypatch.setattr(validate_container, "trellis_from_container", refuse)
-    report = validate_checkpoint(path, data=True)
-    assert [(it.code, it.severity) for it in report.findings] == [("not-described", Severity.NOTE)] * 2
+@pytest.mark.parametrize(
+    ("name", "place", "value", "words"),
+    [
+        ("rates_fc1", (0, 0), 0x44, "rates_fc1 of pair 0, expert 0 is 0x44; the manifest declares P24, P33, P43"),
+        ("up_suh", (1, 5), np.inf, "up_suh must be finite, got inf"),
+        ("codes", (15, -1), 1, "padding of codes must be zero, slot 15 has 0x01"),
+    ],
+)
+def test_numbers_of_pair_rates_are_held_to_their_rules(
+    tmp_path: Path, name: str, place: tuple[int, int], value: float, words: str
+) -> None:
+    content = random_pair_content()
+    entry = write_content(tmp_path, content)
+    file = tmp_path / entry.file
+    tensors = load_file(file)
+    tensors[name][place] = value
+    save_file(tensors, file, content.head.layer_metadata(3))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    write_manifest(tmp_path, content.head, {3: entry.model_copy(update={"sha256": digest})})
+    assert validate_checkpoint(tmp_path).findings == ()
+    (finding,) = validate_checkpoint(tmp_path, data=True).findings
+    assert finding.code == "container-invalid"
+    assert words in finding.message
+
+
+def test_headers_of_pair_rates_are_held_to_the_fewest_bytes(tmp_path: Path) -> None:
+    content = random_pair_content()
+    entry = write_content(tmp_path, content)
+    tensors = load_file(tmp_path / entry.file) | {"codes": np.zeros((16, 4096), np.uint8)}
+    save_file(tensors, tmp_path / entry.file, content.head.layer_metadata(3))
+    write_manifest(tmp_path, content.head, {3: entry})
+    (finding,) = validate_checkpoint(tmp_path).findings
+    assert "rows of codes have 4096 bytes, the payload is at least 9216" in finding.message
+
+
+def test_sign_patterns_are_one_for_each_expert(tmp_path: Path) -> None:
+    content = random_content(experts=2, hidden=512, intermediate=256, transform=True)
+    entry = write_content(tmp_path, content)
+    tensors = load_file(tmp_path / entry.file) | {"sign_pattern": np.zeros(3, np.uint8)}
+    save_file(tensors, tmp_path / entry.file, content.head.layer_metadata(3))
+    write_manifest(tmp_path, content.head, {3: entry})
+    (finding,) = validate_checkpoint(tmp_path).findings
+    assert "sign_pattern has shape [3], expected [2]" in finding.message
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_the_files_beside_the_layers(tmp_path: Path, container: str) -> None:
+    path = made(tmp_path, container)
+    (path / "trellis-names.json").write_text('{"schema": "other"}')
+    (path / "trellis-exl3-config.json").write_text("[")
+    write_json(path / "config.json", CONFIG | {"num_experts": "many"})
+    write_shard(path / "outside-00002-of-00002.safetensors", {"norm.weight": np.ones(1, np.float16)})
+    report = validate_checkpoint(path)
+    assert sorted(errors(report)) == [
+        ("broken-checkpoint", "outside-00002-of-00002.safetensors"),
+        ("config-invalid", "config.json"),
+        ("json-invalid", "trellis-exl3-config.json"),
+        ("json-invalid", "trellis-names.json"),
+    ]
+    layers = {"0": {"prefix": "p", "words": {"gate": "g", "down": "d"}}}
+    write_json(path / "trellis-names.json", {"schema": "trellis-format/names", "schema_version": 1, "layers": layers})
+    assert any("no name for up" in finding.message for finding in validate_checkpoint(path).findings)
+    (path / "config.json").write_text("[]")
+    assert ("json-invalid", "config.json") in errors(validate_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("container", "name", "value", "words"),
+    [
+        ("exl3-v1", "codes", np.zeros((8, 5), np.uint8), "rows of codes have 5 bytes, the payload is "),
+        ("exl3-v1", "codes", np.zeros((7, 1 << 17), np.uint8), "codes have 7 rows"),
+        ("exl3-v1", "rotations", np.zeros((8, 2, 3, 32), np.float32), "rotations must be float16"),
+        ("exl3-v1", "codes", np.zeros((8, 65537), np.uint8), "65537 bytes, not a multiple of row_alignment 4096"),
+        ("exl3-v1", "rotations", np.zeros((8, 3, 3, 32), np.float16), "rotations has shape [8, 3, 3, 32]"),
+        ("exl3-v1", "gate_suh", np.zeros(128, np.float16), "gate_suh has shape [128], expected [E,H] = [2, 128]"),
+        ("native", "input_scales.vectors", np.zeros((3, 2, 128), np.float16), "must have shape [2, 2, 128]"),
+        ("native", "output_scales.vectors", np.zeros((2, 128), np.uint8), "must be float16, got U8"),
+        ("native", "codes", np.zeros((8, 5), np.uint8), "rows have 5 bytes, their payload is exactly"),
+        ("native", "rate", np.full(1, 0x34, np.uint8), "0x34"),
+    ],
+)
+def test_headers_decide_without_data(tmp_path: Path, container: str, name: str, value: Any, words: str) -> None:
+    path = made(tmp_path, container)
+    rewrite(path, container, lambda tensors: tensors.update({name: value}))
+    (finding,) = validate_checkpoint(path).findings
+    assert finding.code == "container-invalid"
+    assert words in finding.message

@@ -31,6 +31,7 @@ from trellis_format.writer import (
     write_shard,
 )
 
+JOURNAL = ".trellis-progress.json"
 DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "float64"]
 
 
@@ -235,10 +236,53 @@ def test_a_resumable_directory_keeps_its_complete_files_for_the_same_content_alo
 def test_what_a_killed_writer_left_is_cleared_unless_it_can_be_resumed(tmp_path: Path) -> None:
     stale = tmp_path / ".out.partial"
     stale.mkdir()
+    (stale / JOURNAL).write_text('{"fingerprint": "g"}')
     (stale / "model.safetensors").write_text("half")
     with OutputDirectory(tmp_path / "out", fingerprint="f") as directory:
         assert not directory.has("model.safetensors")
     assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_files_that_no_journal_vouches_for_are_neither_taken_nor_removed(tmp_path: Path, resumable: bool) -> None:
+    stale = tmp_path / ".out.partial"
+    stale.mkdir()
+    (stale / "model.safetensors").write_text("foreign")
+    for journal in (None, tmp_path / "elsewhere"):
+        if journal is not None:
+            journal.write_text('{"fingerprint": "f"}')
+            (stale / JOURNAL).symlink_to(journal)
+        with pytest.raises(FormatValueError, match=r"\.out\.partial holds '.*' but no journal"):
+            OutputDirectory(tmp_path / "out", fingerprint="f", resumable=resumable).__enter__()
+    assert (stale / "model.safetensors").read_text() == "foreign"
+    for name in (JOURNAL, "model.safetensors"):
+        (stale / name).unlink()
+    with OutputDirectory(tmp_path / "out", fingerprint="f", resumable=resumable):
+        assert (stale / JOURNAL).is_file()
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_partial_directory_that_is_a_link_is_not_followed(tmp_path: Path, resumable: bool) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("here")
+    partial = tmp_path / ".out.partial"
+    for make in (lambda: partial.symlink_to(victim), lambda: partial.symlink_to("nowhere"), partial.touch):
+        make()
+        with pytest.raises(FormatValueError, match=r"\.out\.partial is in the way: it must be a directory"):
+            OutputDirectory(tmp_path / "out", fingerprint="f", resumable=resumable).__enter__()
+        partial.unlink()
+    assert [path.name for path in victim.iterdir()] == ["kept"]
+
+
+def test_a_folder_in_what_was_left_is_named(tmp_path: Path) -> None:
+    stale = tmp_path / ".out.partial"
+    (stale / "folder").mkdir(parents=True)
+    (stale / JOURNAL).write_text('{"fingerprint": "g"}')
+    (stale / "a").write_text("x")
+    with pytest.raises(FormatValueError, match="holds a folder 'folder', which no writer makes"):
+        OutputDirectory(tmp_path / "out", fingerprint="f").__enter__()
+    assert (stale / "a").read_text() == "x"
 
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:

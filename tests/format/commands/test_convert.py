@@ -70,6 +70,8 @@ def test_what_a_target_cannot_hold_is_exit_code_1(tmp_path: Path, capsys: pytest
         (["--layers", "x"], "neither an index"),
         (["--layers", "7"], "layer 7 has no experts"),
         (["--shards", "0"], "0 shards"),
+        (["--shards", "0", "--dry-run"], "0 shards"),
+        (["--pattern", "("], "not a regular expression"),
     ],
 )
 def test_wrong_arguments_are_exit_code_2(
@@ -77,6 +79,7 @@ def test_wrong_arguments_are_exit_code_2(
 ) -> None:
     assert main(["convert", made(tmp_path), str(tmp_path / "out"), "--to", "exl3", *more]) == 2
     assert text in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_source_that_is_not_there_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

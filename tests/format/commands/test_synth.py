@@ -57,7 +57,7 @@ def test_other_containers(tmp_path: Path, capsys: pytest.CaptureFixture[str], co
 
 
 def test_what_a_container_cannot_hold_is_a_complaint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["synth", str(tmp_path / "out"), *SIZES, "--container", "exl3-v1"]) == 2
+    assert main(["synth", str(tmp_path / "out"), *SIZES, "--container", "exl3-v1"]) == 1
     assert "cannot hold it: codebook mul1" in capsys.readouterr().err
 
 
@@ -67,6 +67,13 @@ def test_what_a_container_cannot_hold_is_a_complaint(tmp_path: Path, capsys: pyt
         (["--rate", "9"], "bitrate K = 9 is not legal"),
         (["--rate", "2.5", "--codebook", "mcg"], "no half rate"),
         (["--layers", "0"], "layers 0 is below 1"),
+        (["--shards", "0"], "shards 0 is below 1"),
+        (["--top-k", "999"], "top_k 999 exceeds the "),
+        (["--hidden", "1000000000000"], "1000000000000 hidden channels exceed the bound of 131072"),
+        (["--intermediate", "131073"], "131073 intermediate channels exceed the bound"),
+        (["--layers", "9999999"], "linears in 9999999 layers"),
+        (["--experts", "80000", "--hidden", "1000"], "80000000 router weights"),
+        (["--shards", "1000000"], "1000000 shards exceed the bound of 100000"),
         (["--rates", "3,x"], "is not a number"),
     ],
 )

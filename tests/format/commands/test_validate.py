@@ -87,3 +87,12 @@ def test_the_schema_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert "checked" in json.loads(capsys.readouterr().out)["properties"]
     assert main(["schema"]) == 0
     assert "bits_per_weight" in json.loads(capsys.readouterr().out)["properties"]
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect"])
+def test_a_stated_method_can_be_ignored(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = made(tmp_path, CONFIG | {"quantization_config": {"quant_method": "gptq"}})
+    assert main([command, path]) == 1
+    assert "method-conflict" in capsys.readouterr().out
+    assert main([command, path, "--ignore-method"]) == 0
+    assert "method-ignored" in capsys.readouterr().out

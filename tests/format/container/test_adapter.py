@@ -251,3 +251,9 @@ def test_raw_layer_of_mixed_rates(tmp_path: Path) -> None:
         np.random.default_rng(0), codebook="mul1", experts=4, bits=lambda expert, word: rates[word][expert]
     )
     check_raw(tmp_path, tensors, 4)
+
+
+@pytest.mark.parametrize("value", [5, None, "layer", {}])
+def test_other_objects_are_refused(value: Any) -> None:
+    with pytest.raises(FormatTypeError, match=f"a layer of a container is needed, got {type(value).__name__}"):
+        trellis_from_container(value)

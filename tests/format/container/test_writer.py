@@ -134,7 +134,9 @@ def test_a_transformed_layer_is_read_back_in_halves(tmp_path: Path) -> None:
     assert head.layout.extent_barriers == (8,)
     manifest = write_manifest(tmp_path, head, {3: write_layer(tmp_path, head, 3, *layer)})
     with pytest.raises(FormatValueError, match="the barrier at slot 8 lies inside"):
-        read_layer(tmp_path, manifest, 3)
+        read_layer(tmp_path, manifest, 3, TrellisExtent.whole(512))
+    with pytest.raises(FormatValueError, match="the barrier at slot 8 lies inside"):
+        trellis_from_exl3(read_layer(tmp_path, manifest, 3))
     for first in (0, 8):
         share = TrellisExtent(global_intermediate_size=512, first_slot=first, slot_count=8)
         source, weights = trellis_from_exl3(read_layer(tmp_path, manifest, 3, share))

@@ -62,6 +62,7 @@ def test_a_foreign_method_names_both_files_and_a_tensor(tmp_path: Path, name: st
     with pytest.raises(FormatValueError) as caught:
         declared.check_method(checkpoint.tensors["p.trellis"])
     text = str(caught.value)
+    assert text.count(str(checkpoint.path / name)) == 1
     for part in (str(checkpoint.path / name), "quant_method = 'fp8'", "model.safetensors", "p.trellis", "'exl3'"):
         assert part in text
     declared.check_method(None)
@@ -135,6 +136,33 @@ def test_a_noted_multiplier_of_another_codebook(tmp_path: Path, noted: str, foun
     _, declared, linear = opened(tmp_path, None, entry, codebook=found)
     with pytest.raises(FormatValueError, match=rf"{noted}_multiplier = '0x{MARKERS[noted]:08X}'"):
         declared.check_linear(linear)
+
+
+@pytest.mark.parametrize("codebook", MARKERS)
+def test_an_option_states_the_multiplier_of_the_codebook(tmp_path: Path, codebook: str) -> None:
+    key, multiplier = f"{codebook}_multiplier", MARKERS[codebook]
+    for number, (value, sound) in enumerate(
+        [(multiplier, True), (multiplier - 2**32, True), (hex(multiplier), True), (None, True), (7, False),
+         (0, False), ("x", False), (True, False), (multiplier + 2**32, False), ([], False)]
+    ):  # fmt: skip
+        for name in ("config", "quantization"):
+            folder = tmp_path / f"{number}{name}"
+            folder.mkdir()
+            stated = {"experimental_options": {key: value}}
+            pair = ({"quantization_config": stated}, None) if name == "config" else (None, stated)
+            if sound:
+                opened(folder, *pair, codebook=codebook)
+                continue
+            with pytest.raises(FormatValueError, match="another multiplier are refused") as caught:
+                opened(folder, *pair, codebook=codebook)
+            assert f"experimental_options.{key} = " in str(caught.value)
+            assert f"0x{multiplier:08X}" in str(caught.value)
+            assert str(caught.value.file).endswith("config.json")
+
+
+def test_options_are_an_object(tmp_path: Path) -> None:
+    with pytest.raises(FormatValueError, match="experimental_options must be an object, got list"):
+        opened(tmp_path, None, {"experimental_options": []})
 
 
 def test_a_module_that_is_not_noted_passes(tmp_path: Path) -> None:

@@ -91,6 +91,19 @@ def test_experts_without_a_gate(tmp_path: Path) -> None:
     assert layer.projections == (Projection.UP, Projection.DOWN)
 
 
+def test_a_law_with_a_gate_needs_one(tmp_path: Path) -> None:
+    for number, config in enumerate(({"hidden_act": "silu"}, {"model_type": "gpt_oss"})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tensors = random_layer(RNG, words=("up_proj", "down_proj"))
+        with pytest.raises(FormatValueError, match=r"layer 0: expert 0 has no gate linear; 0 of 2 .* takes a gate"):
+            find_layer(opened(folder, tensors, config=config), 0)
+    config = {"hidden_act": "silu", "mlp_hidden_act": "relu2"}
+    (tmp_path / "plain").mkdir()
+    checkpoint = opened(tmp_path / "plain", random_layer(RNG, words=("up_proj", "down_proj")), config=config)
+    assert find_layer(checkpoint, 0).projections == (Projection.UP, Projection.DOWN)
+
+
 def test_one_expert_may_lie_over_several_shards(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, random_layer(RNG), shards=5, index=True)
     layer = find_layer(checkpoint, 0)
@@ -125,7 +138,7 @@ def test_an_mtp_layer_alone_is_found_by_its_index(tmp_path: Path) -> None:
 def test_an_index_with_two_paths_asks_for_one(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, random_layer(RNG) | random_layer(RNG, name=other))
     with pytest.raises(
-        FormatValueError, match=r"under 2 paths: model\.layers\.0.*, model\.visual\.layers\.0.*; name one"
+        FormatValueError, match=r"under 2 paths: model\.layers\.0.*, model\.visual\.layers\.0.*; name one: --pattern"
     ):
         find_layer(checkpoint, 0)
 

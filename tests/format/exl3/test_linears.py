@@ -44,7 +44,7 @@ def test_a_layer_gives_back_its_tensors(tmp_path: Path, options: dict[str, Any],
             word, _, suffix = name.rpartition(".")[0].rpartition(".")[2], None, name.rpartition(".")[2]
             if (suffix == "suh" and word != "down_proj") or (suffix == "svh" and word == "down_proj"):
                 tensors[name] = tensors[f"{expert_name(0, 0, first[suffix])}.{suffix}"]
-    path = write_checkpoint(tmp_path, tensors, config={"hidden_act": "silu"})
+    path = write_checkpoint(tmp_path, tensors, config={"hidden_act": "relu2" if "words" in options else "silu"})
     with open_checkpoint(path) as checkpoint:
         source, weights = trellis_from_exl3(find_layer(checkpoint, 0))
         assert (source.shared_input_scales, source.shared_output_scales) == (shared, shared)

@@ -119,6 +119,26 @@ def test_contiguous_boxes_take_one_read(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(calls) == reads
 
 
+def test_runs_of_a_box_are_continued_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(5 * 12, dtype=np.int16).reshape(5, 12)
+    reader, tensors = shard(tmp_path, a=array)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:3]], offset))
+    box = (slice(1, 4), slice(2, 9))
+    assert np.array_equal(read_box(tensors["a"], box), array[box])
+    assert reader.bytes_read == array[box].nbytes
+
+
+def test_a_run_past_the_end_names_its_place(tmp_path: Path) -> None:
+    array = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
+    reader, tensors = shard(tmp_path, a=array)
+    reader._open()  # the identity of the file is checked before it is cut
+    os.truncate(reader.header.path, reader.header.path.stat().st_size - 3)
+    begin = tensors["a"].entry.begin + 3 * 12
+    with pytest.raises(FormatValueError, match=f"truncated: 6 bytes wanted at byte {begin + 6}, 3 read"):
+        read_box(tensors["a"], (slice(0, 4), slice(3, 6)))
+
+
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(1000, dtype=np.int16)
     _, tensors = shard(tmp_path, a=array)

@@ -53,3 +53,30 @@ def test_arrays_on_a_device_are_refused(make: Any) -> None:
 def test_other_objects_are_refused(value: object) -> None:
     with pytest.raises(FormatTypeError, match=f"rate must be an array, got {type(value).__name__}"):
         as_array("rate", value)
+
+
+class Refusing(Foreign):
+    """An array whose library does not share it: of a dtype that numpy lacks, or without memory."""
+
+    dtype = "library.bfloat16"
+
+    def __init__(self, error: Exception, *, at_device: bool) -> None:
+        super().__init__(np.zeros(3))
+        self._error = error
+        self._at_device = at_device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if self._at_device:
+            raise self._error
+        return super().__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> object:
+        raise self._error
+
+
+@pytest.mark.parametrize("at_device", [True, False])
+@pytest.mark.parametrize("kind", [BufferError, RuntimeError, ValueError, TypeError, NotImplementedError])
+def test_arrays_that_cannot_be_shared_are_named(kind: type[Exception], at_device: bool) -> None:
+    with pytest.raises(FormatTypeError, match=r"codes must be .*, got library\.bfloat16: no such type") as caught:
+        as_array("codes", Refusing(kind("no such type"), at_device=at_device))
+    assert isinstance(caught.value.__cause__, kind)

@@ -157,11 +157,36 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 def test_what_is_no_regular_file(tmp_path: Path) -> None:
     with pytest.raises(FormatNotFoundError, match=r"nothing\.json: no such file"):
         read_json(tmp_path / "nothing.json")
-    with pytest.raises(FormatNotFoundError):
+    with pytest.raises(FormatValueError, match="not a regular file but a directory"):
         read_json(tmp_path)
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(FormatNotFoundError):
+    with pytest.raises(FormatValueError, match="not a regular file but a device or pipe"):
         read_json(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    with pytest.raises(FormatValueError, match="not a regular file but a device or pipe"):
+        read_json(tmp_path / "zero.json")
+    (tmp_path / "dangling.json").symlink_to(tmp_path / "nothing.json")
+    with pytest.raises(FormatNotFoundError, match=r"dangling\.json: a link to a file that is not there"):
+        read_json(tmp_path / "dangling.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b'{"a": "x\ny"}', "not JSON: Invalid control character at byte 8"),
+        (b'{"a": "x', "not JSON: Unterminated string starting at byte 6"),
+        (b'{"a": "\\q"}', r"not JSON: Invalid \escape at byte 7"),
+    ],
+)
+def test_a_fault_is_told_with_its_byte(data: bytes, text: str) -> None:
+    with pytest.raises(FormatValueError) as caught:
+        parse_json(data)
+    assert str(caught.value) == text
+
+
+def test_places_are_bytes_and_not_characters() -> None:
+    with pytest.raises(FormatValueError, match=r"at byte 11$"):
+        parse_json('{"äö":   x}'.encode())
 
 
 def test_an_unreadable_file_is_a_format_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,16 @@
 """Owns what the bytes of trellis-quantised weights mean; must not know torch, devices or ranks.
 
 - `trellis_format.checkpoint` opens a checkpoint from its headers.
-- `trellis_format.exl3` describes the experts of its layers.
+- `open_layer_source` describes one layer of a checkpoint of any container; `container_of` tells which one it is.
+- `trellis_format.exl3` describes the experts of EXL3 layers.
 - `trellis_format.container` and `trellis_format.native` read and write slot-major containers.
 - `trellis_format.inspect` reports what it holds, and what breaks a rule.
 - `trellis_format.reference` computes with it in float64.
 """
 
 from __future__ import annotations
+
+from trellis_format.detect import container_of
+from trellis_format.layer_source import open_layer_source
+
+__all__ = ["container_of", "open_layer_source"]

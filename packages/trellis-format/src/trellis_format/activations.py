@@ -25,6 +25,8 @@ SITU_GATE_LIMIT = 4.0
 """Soft bound on the gate of situ."""
 SITU_UP_LIMIT = 25.0
 """Soft bound on the up branch of situ."""
+_CONSTANTS = {"swigluoai": {"limit": 7.0, "alpha": 1.702, "beta": 1.0}}
+"""What the architecture that brought a law gives its constants; gpt-oss brought swigluoai."""
 
 _Array = npt.NDArray[np.float64]
 
@@ -62,6 +64,18 @@ class Activation:
                 raise FormatValueError(f"activation {name} is infinite")
         if self.limit <= 0:
             raise FormatValueError(f"activation limit {self.limit} must be above 0")
+
+    @classmethod
+    def named(cls, kind: str) -> Activation:
+        """The law of that name as its architecture defines it: swigluoai has limit 7, alpha 1.702 and beta 1.
+
+        Args:
+            kind: one of `ACTIVATIONS`.
+
+        Raises:
+            FormatValueError: if the kind is unknown.
+        """
+        return cls(kind, **_CONSTANTS.get(kind, {}))
 
     def __repr__(self) -> str:  # inf has no literal, so a generated repr would not evaluate back
         limit = "float('inf')" if math.isinf(self.limit) else repr(self.limit)

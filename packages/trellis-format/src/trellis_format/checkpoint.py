@@ -6,13 +6,13 @@ Opening reads headers and JSON only.  Tensor headers decide what exists; the ind
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trellis_format.errors import FormatNotFoundError, FormatValueError
+from trellis_format.errors import FormatArgumentError, FormatNotFoundError, FormatValueError
 from trellis_format.files.arrays import FileArray, ShardReader
 from trellis_format.files.collector import paused_collector
 from trellis_format.files.header import read_header
@@ -28,6 +28,7 @@ QUANTIZATION_CONFIG_NAME = "quantization_config.json"
 """File with what the converter wrote about each module."""
 MAX_SHARDS = 100_000
 """Most shards of one checkpoint."""
+_TRUST_SHARDS = "--ignore-index (ignore_index=True) trusts the shards"
 
 
 @dataclass
@@ -74,41 +75,41 @@ class Checkpoint:
 
 
 @paused_collector()
-def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, ignore_index: bool = False, but: Collection[str] = ()
+) -> Checkpoint:
     """Open a checkpoint directory from headers alone.
 
     Args:
         path: a directory of safetensors shards.
         ignore_index: take the shards' headers as they are and do not compare them with the index.
+        but: names of files that are no shards, such as the layer files of a container; where there are any, no shard
+            needs to be left.
 
     Raises:
         FormatNotFoundError: if the directory or a shard that the index names does not exist.
-        FormatValueError: if there is no shard, a header breaks a rule, two shards hold one tensor, or the index and
-            the headers disagree; names both sides.
+        FormatArgumentError: if it is no directory or holds no shard.
+        FormatValueError: if a header breaks a rule, two shards hold one tensor, or the index and the headers disagree;
+            names both sides.
     """
     directory = Path(path)
-    found = _shard_names(directory)
+    names = _shard_names(directory)
+    notes = [f"{name} is hidden: not read" for name in names if name.startswith(".")]
+    found = [name for name in names if name not in but and not name.startswith(".")]
     index = None if ignore_index else _read_index(directory)
-    if not found and not index:
-        raise FormatValueError("no *.safetensors file in the checkpoint directory", file=directory)
+    if not found and not index and not but:
+        raise FormatArgumentError("no *.safetensors file in the checkpoint directory", file=directory)
     if len(found) > MAX_SHARDS:
         raise FormatValueError(f"{len(found)} shards exceed the bound of {MAX_SHARDS}", file=directory)
     listed = set((index or {}).values())
-    missing = sorted(listed - set(found))
-    if missing:
-        raise FormatNotFoundError(
-            f"the index names {len(missing)} shards that are not in the directory, first {missing[0]!r}",
-            file=directory / INDEX_NAME,
-            numbers={"missing": len(missing)},
-        )
+    _check_listed(listed, found, directory)
     readers: list[ShardReader] = []
     tensors: dict[str, FileArray] = {}
     origin: dict[str, str] = {}
-    notes: list[str] = []
-    for name in found:
+    for name in sorted(found, key=lambda name: index is not None and name not in listed):
         header = read_header(directory / name)
-        if index is not None and name not in listed and not any(key.endswith(".trellis") for key in header.entries):
-            notes.append(f"{name} is not in {INDEX_NAME} and holds no trellis: not read")
+        if index is not None and name not in listed and header.entries.keys() <= origin.keys():
+            notes.append(f"{name} is not in {INDEX_NAME}, whose shards hold each of its tensors: not read")
             continue
         reader = ShardReader(header)
         readers.append(reader)
@@ -131,11 +132,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, ignore_index: bool = False)
     )
 
 
+def _check_listed(listed: Collection[str], found: Collection[str], directory: Path) -> None:
+    missing = sorted(set(listed) - set(found))
+    if missing:
+        raise FormatNotFoundError(
+            f"the index names {len(missing)} shards that are not in the directory, first {missing[0]!r}; "
+            f"{_TRUST_SHARDS}",
+            file=directory / INDEX_NAME,
+            numbers={"missing": len(missing)},
+        )
+
+
 def _shard_names(directory: Path) -> list[str]:
     if not directory.exists():
         raise FormatNotFoundError("no such checkpoint directory", file=directory)
     if not directory.is_dir():
-        raise FormatValueError("a checkpoint is a directory of safetensors files, this is a file", file=directory)
+        raise FormatArgumentError("a checkpoint is a directory of safetensors files, this is a file", file=directory)
     try:
         return sorted(name.name for name in directory.iterdir() if name.name.endswith(".safetensors"))
     except OSError as error:
@@ -143,7 +155,7 @@ def _shard_names(directory: Path) -> list[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not os.path.lexists(path):  # a link to nothing is a fault, not an absence
         return None
     value = read_json(path)
     if not isinstance(value, dict):
@@ -175,8 +187,7 @@ def _compare_index(index: dict[str, str], origin: dict[str, str], directory: Pat
     if absent or hidden:
         raise FormatValueError(
             f"the index and the shards disagree: {len(absent)} tensors are listed in the index but not in that shard"
-            f"{_first(absent)}, {len(hidden)} are in a shard but not listed{_first(hidden)}; open with the index "
-            "ignored to trust the shards",
+            f"{_first(absent)}, {len(hidden)} are in a shard but not listed{_first(hidden)}; {_TRUST_SHARDS}",
             file=directory / INDEX_NAME,
             numbers={"listed_only": len(absent), "stored_only": len(hidden)},
         )

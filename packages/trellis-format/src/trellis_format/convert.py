@@ -9,16 +9,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from trellis_format.checkpoint import QUANTIZATION_CONFIG_NAME
+from trellis_format.convert_files import carried_files
 from trellis_format.convert_source import ConvertSource, Exl3Source
 from trellis_format.convert_target import TARGETS
-from trellis_format.errors import FormatValueError
+from trellis_format.errors import FormatArgumentError, FormatValueError
 from trellis_format.exl3.writer import write_exl3
-from trellis_format.files.strict_json import read_json
 from trellis_format.source import TrellisSource
 from trellis_format.writer import OutputDirectory, PlannedTensor
 
@@ -26,6 +25,7 @@ __all__ = [
     "ASSUMED_BYTES_PER_SECOND",
     "DEFAULT_SHARD_BYTES",
     "ConvertPlan",
+    "check_shards",
     "convert",
     "parse_layers",
     "plan_conversion",
@@ -49,7 +49,7 @@ class ConvertPlan:
         code_bytes: bytes of codes that are written.
         scale_bytes: bytes of scales, signs and biases that are written.
         outside_bytes: bytes of other tensors that are written.
-        file_bytes: bytes of other files that are copied.
+        file_bytes: bytes of other files, copied or written anew.
     """
 
     source: str
@@ -76,19 +76,31 @@ def parse_layers(text: str) -> tuple[int, ...]:
     """Indices from text such as `0,2-5`, ascending.
 
     Raises:
-        FormatValueError: if a part is neither an index nor an ascending range, or there are more than 100,000.
+        FormatArgumentError: if a part is neither an index nor an ascending range, or there are more than 100,000.
     """
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         bounds = (first, last if dash else first)
         if not all(bound.isascii() and bound.isdigit() and len(bound) < 10 for bound in bounds):
-            raise FormatValueError(f"layers {text[:80]!r}: {part[:20]!r} is neither an index nor a range such as 2-5")
+            known = "neither an index nor a range such as 2-5"
+            raise FormatArgumentError(f"layers {text[:80]!r}: {part[:20]!r} is {known}")
         low, high = map(int, bounds)
         if high < low or high - low > 100_000:
-            raise FormatValueError(f"layers {text[:80]!r}: range {part[:20]!r} must ascend over at most 100,000 layers")
+            rule = "must ascend over at most 100,000 layers"
+            raise FormatArgumentError(f"layers {text[:80]!r}: range {part[:20]!r} {rule}")
         found |= set(range(low, high + 1))
     return tuple(sorted(found))
+
+
+def check_shards(shards: int) -> None:
+    """Accept a number of shards.
+
+    Raises:
+        FormatArgumentError: if it is not positive.
+    """
+    if shards < 1:
+        raise FormatArgumentError(f"{shards} shards: at least 1 is needed")
 
 
 def plan_conversion(source: ConvertSource, target: str, *, layers: Sequence[int] | None = None) -> ConvertPlan:
@@ -101,7 +113,8 @@ def plan_conversion(source: ConvertSource, target: str, *, layers: Sequence[int]
 
     Raises:
         FormatUnsupportedError: if the target cannot hold a layer without loss; has the layer and the reason.
-        FormatValueError: if the target or a layer is not known, or a layer breaks a rule.
+        FormatArgumentError: if the target or a layer is not known.
+        FormatValueError: if a layer breaks a rule.
     """
     return _Conversion(source, target, layers).plan
 
@@ -117,8 +130,9 @@ def convert(
 ) -> ConvertPlan:
     """Write a checkpoint again in another container, or EXL3 dealt to other shards.
 
-    Codes, scales and biases are copied bit for bit, tensors outside of experts and other files as they are.  The
-    destination appears when it is complete; after an interruption the same call continues.
+    Codes, scales and biases are copied bit for bit, tensors outside of experts and other files as they are, but for
+    what configuration files state about quantisation (see `trellis_format.convert_files`).  The destination appears
+    when it is complete; after an interruption the same call continues.
 
     Args:
         source: an opened checkpoint.
@@ -133,9 +147,11 @@ def convert(
 
     Raises:
         FormatUnsupportedError: if the target cannot hold a layer without loss; has the layer and the reason.
-        FormatValueError: if the destination exists or cannot be written, a layer is not known, or a file of the source
-            breaks a rule.
+        FormatArgumentError: if a layer is not known or the number of shards not positive.
+        FormatValueError: if the destination exists or cannot be written, or a file of the source breaks a rule.
     """
+    if shards is not None:
+        check_shards(shards)
     work = _Conversion(source, target, layers)
     plan = work.plan
     count = max(-(-plan.nbytes // DEFAULT_SHARD_BYTES), 1) if shards is None else shards
@@ -149,7 +165,7 @@ def convert(
 
     with OutputDirectory(destination, fingerprint=_fingerprint(source, plan, count), resumable=True) as directory:
         work.write(directory, count, advance)
-        _copy_files(source, plan, directory)
+        _write_files(work.files, directory)
     return plan
 
 
@@ -158,7 +174,7 @@ class _Conversion:
 
     def __init__(self, source: ConvertSource, target: str, layers: Sequence[int] | None) -> None:
         if target not in TARGETS:
-            raise FormatValueError(f"unknown container {target!r}; known: {', '.join(TARGETS)}")
+            raise FormatArgumentError(f"unknown container {target!r}; known: {', '.join(TARGETS)}")
         self._source, self._target = source, TARGETS[target]
         chosen = _chosen(source, layers)
         self._sources: dict[int, TrellisSource] = {}
@@ -182,8 +198,17 @@ class _Conversion:
             code_bytes=codes,
             scale_bytes=scales,
             outside_bytes=sum(tensor.nbytes for tensor in source.outside),
-            file_bytes=sum(file.stat().st_size for file in source.files()),
+            file_bytes=0,
         )
+        self.files = carried_files(
+            source.files(),
+            source.container,
+            target,
+            self._target.quantization_config(self._sources),
+            [source.names[layer].prefix for layer in self.plan.left_out],
+        )
+        sizes = (len(it) if isinstance(it, bytes) else it.stat().st_size for it in self.files.values())
+        self.plan = replace(self.plan, file_bytes=sum(sizes))
 
     def write(self, directory: OutputDirectory, shards: int, on_bytes: Callable[[int], None]) -> None:
         """Write every tensor."""
@@ -210,7 +235,7 @@ def _chosen(source: ConvertSource, layers: Iterable[int] | None) -> tuple[int, .
     unknown = [layer for layer in chosen if layer not in source.names]
     if unknown:
         known = ", ".join(map(str, source.layers[:16])) or "none"
-        raise FormatValueError(f"layer {unknown[0]} has no experts; layers with experts: {known}", file=source.path)
+        raise FormatArgumentError(f"layer {unknown[0]} has no experts; layers with experts: {known}", file=source.path)
     return chosen
 
 
@@ -219,21 +244,12 @@ def _fingerprint(source: ConvertSource, plan: ConvertPlan, shards: int) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _copy_files(source: ConvertSource, plan: ConvertPlan, directory: OutputDirectory) -> None:
-    for file in source.files():
-        try:
-            if file.name == QUANTIZATION_CONFIG_NAME and plan.left_out:
-                directory.write_json(file.name, _without(read_json(file), source, plan.left_out))
-            else:
-                shutil.copyfile(file, directory.file(file.name))
-        except OSError as error:
-            raise FormatValueError(f"cannot be copied: {error.strerror or error}", file=file) from error
-
-
-def _without(stated: Any, source: ConvertSource, layers: Iterable[int]) -> Any:
-    """`quantization_config.json` without the modules of experts that are left out."""
-    storage = stated.get("tensor_storage") if isinstance(stated, dict) else None
-    if not isinstance(storage, dict):
-        return stated
-    prefixes = tuple(f"{source.names[layer].prefix}." for layer in layers)
-    return {**stated, "tensor_storage": {name: it for name, it in storage.items() if not name.startswith(prefixes)}}
+def _write_files(files: Mapping[str, Path | bytes], directory: OutputDirectory) -> None:
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            directory.write_bytes(name, content)
+        else:
+            try:
+                shutil.copyfile(content, directory.file(name))
+            except OSError as error:
+                raise FormatValueError(f"cannot be copied: {error.strerror or error}", file=content) from error

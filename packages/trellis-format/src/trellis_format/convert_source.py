@@ -110,7 +110,7 @@ class Exl3Source(ConvertSource):
             if key.index in keys:
                 raise FormatUnsupportedError(
                     f"layer {key.index} has experts under {keys[key.index].prefix} and {key.prefix}; a container has "
-                    "one layer of an index",
+                    "one layer of an index: --pattern can match one of them alone",
                     file=path,
                 )
             keys[key.index] = key
@@ -171,7 +171,7 @@ class _LayerFileSource(ConvertSource):
         self._readers = [
             ShardReader(read_header(file))
             for file in sorted(path.glob("*.safetensors"))
-            if file.name not in layer_files
+            if file.name not in layer_files and not file.name.startswith(".")
         ]
         self.outside = tuple(
             of_file(FileArray(reader, entry)) for reader in self._readers for entry in reader.header.entries.values()
@@ -196,7 +196,7 @@ class _ContainerSource(_LayerFileSource):
 
     def read_layer(self, layer: int, *, verify: bool = True) -> tuple[TrellisSource, TrellisWeights]:
         content = container_reader.read_layer(self.path, self._manifest, layer, verify=verify, hold_codes=False)
-        return trellis_from_container(content, activation=self._activation())
+        return trellis_from_container(content, activation=self._activation(), whole=True)
 
     def _activation(self) -> Activation | None:
         """What the model's configuration beside the container says; the container has no field for it."""
@@ -220,7 +220,7 @@ class _NativeSource(_LayerFileSource):
                     file=self.path,
                 )
         content = native_reader.read_layer(self.path, self._manifest, layer, verify=verify, hold_codes=False)
-        return trellis_from_native(content)
+        return trellis_from_native(content, whole=True)
 
 
 def open_source(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trellis_format.container import manifest as container_manifest
 from trellis_format.container import writer as container_writer
@@ -46,6 +46,11 @@ class ConvertTarget(ABC):
         Raises:
             FormatUnsupportedError: if it does not; has the layer and the reason.
         """
+
+    def quantization_config(self, sources: Mapping[int, TrellisSource]) -> dict[str, Any] | None:
+        """What the model's `config.json` states as `quantization_config`, where the container has a form for it."""
+        del sources
+        return None
 
     @abstractmethod
     def layer_bytes(self, source: TrellisSource) -> int:
@@ -169,6 +174,9 @@ class _NativeTarget(_LayerFileTarget):
 
     def check(self, sources: Mapping[int, TrellisSource]) -> None:
         native_writer.plan_head(sources)
+
+    def quantization_config(self, sources: Mapping[int, TrellisSource]) -> dict[str, Any] | None:
+        return native_writer.plan_head(sources).config.quantization_config()
 
     def layer_bytes(self, source: TrellisSource) -> int:
         return source.extent.slot_count * row_bytes(source)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from trellis_format.container import manifest as container_manifest
-from trellis_format.errors import FormatNotFoundError, FormatValueError
+from trellis_format.errors import FormatArgumentError, FormatNotFoundError, FormatValueError
 from trellis_format.native import manifest as native_manifest
 
 __all__ = ["CONTAINERS", "container_of"]
@@ -27,7 +27,7 @@ def container_of(path: str | os.PathLike[str]) -> str:
     if not directory.exists():
         raise FormatNotFoundError("no such checkpoint directory", file=directory)
     if not directory.is_dir():
-        raise FormatValueError("a checkpoint is a directory of safetensors files, this is a file", file=directory)
+        raise FormatArgumentError("a checkpoint is a directory, this is a file", file=directory)
     found = [name for name, manifest in _MANIFESTS.items() if (directory / manifest).exists()]
     if len(found) > 1:
         raise FormatValueError(f"has the manifests of two containers: {', '.join(_MANIFESTS.values())}", file=directory)

@@ -6,16 +6,32 @@ something that is well formed but not supported, and a path that is not there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from os import PathLike
 
 __all__ = [
+    "MAX_MESSAGE_CHARACTERS",
+    "MAX_VALUE_CHARACTERS",
+    "FormatArgumentError",
     "FormatError",
     "FormatNotFoundError",
     "FormatTypeError",
     "FormatUnsupportedError",
     "FormatValueError",
+    "bounded",
 ]
+
+
+MAX_VALUE_CHARACTERS = 200
+"""Most characters that a message shows of one name or value: a stranger chose them, and their length."""
+MAX_MESSAGE_CHARACTERS = 4000
+"""Most characters of a message without its place."""
+
+# A value is in quotes, or has no space; what is longer than the bound, quotes included, is cut inside.
+_LONG_VALUES = re.compile(
+    rf"(?<!\w)(['\"])(?:(?!\1).){{{MAX_VALUE_CHARACTERS},}}\1|\S{{{MAX_VALUE_CHARACTERS + 1},}}", re.DOTALL
+)
 
 
 class FormatError(Exception):
@@ -24,7 +40,7 @@ class FormatError(Exception):
     Attributes:
         message: what is wrong, without the place.
         file: path of the file at fault, or None.
-        tensor: name of the tensor at fault, or None.
+        tensor: name of the tensor at fault, or None; cut like the values in the message, with its length told.
         numbers: the numbers of the message by what they are, such as `observed` and `expected`; empty without any.
     """
 
@@ -36,6 +52,8 @@ class FormatError(Exception):
         tensor: str | None = None,
         numbers: Mapping[str, int | float] | None = None,
     ) -> None:
+        message = bounded(message)
+        tensor = None if tensor is None else _cut(tensor, MAX_VALUE_CHARACTERS)
         where = "".join(f"{part}: " for part in (str(file) if file else "", tensor or "") if part)
         super().__init__(where + message)
         self.message = message
@@ -46,6 +64,10 @@ class FormatError(Exception):
 
 class FormatValueError(FormatError, ValueError):
     """A value breaks a rule of the format; the message has the rule, the observed and the legal value."""
+
+
+class FormatArgumentError(FormatValueError):
+    """A caller's argument is not usable, whatever the files hold: no checkpoint at the path, a name not known."""
 
 
 class FormatTypeError(FormatError, TypeError):
@@ -61,3 +83,22 @@ class FormatNotFoundError(FormatError, FileNotFoundError):
 
     def __str__(self) -> str:  # OSError would format its (missing) errno instead of the message
         return str(self.args[0])
+
+
+def bounded(message: str) -> str:
+    """A message with each long value cut and its length told, and so the whole.
+
+    A value is text in quotes or without a space; the bounds are `MAX_VALUE_CHARACTERS` and `MAX_MESSAGE_CHARACTERS`.
+    """
+    if len(message) <= MAX_VALUE_CHARACTERS:
+        return message
+    message = _cut(message, 16 * MAX_MESSAGE_CHARACTERS)  # before the search, whose time grows with it
+    return _cut(_LONG_VALUES.sub(lambda found: _cut(found[0], MAX_VALUE_CHARACTERS), message), MAX_MESSAGE_CHARACTERS)
+
+
+def _cut(text: str, bound: int) -> str:
+    """Text of at most `bound` characters; of longer text the beginning, and how long it is."""
+    if len(text) <= bound:
+        return text
+    told = f" ... ({len(text)} characters)"
+    return text[: bound - len(told)] + told

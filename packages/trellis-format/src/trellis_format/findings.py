@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from trellis_format.errors import FormatError
+from trellis_format.errors import FormatError, bounded
 from trellis_format.report import Finding, Severity
 
 __all__ = ["MAX_FINDINGS_PER_CODE", "Findings"]
@@ -73,9 +73,9 @@ class Findings:
                 Finding(
                     code=code,
                     severity=severity,
-                    message=message,
+                    message=bounded(message),
                     file=where,
-                    tensor=tensor,
+                    tensor=None if tensor is None else bounded(tensor),
                     numbers=dict(numbers or {}),
                 )
             )

@@ -6,114 +6,99 @@ linear does not hide the others; only a checkpoint that cannot be opened is an e
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
-from trellis_format.activations import Activation
 from trellis_format.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
-from trellis_format.errors import FormatError, FormatUnsupportedError
+from trellis_format.detect import container_of
+from trellis_format.errors import FormatError, FormatUnsupportedError, FormatValueError
 from trellis_format.exl3.adapter import layer_geometry, single_codebook
 from trellis_format.exl3.declared import DeclaredQuantization, read_declared
-from trellis_format.exl3.layers import Exl3Layer, LayerKey, build_layer, example_trellis, group_modules
-from trellis_format.exl3.linear import Exl3Linear, describe_linear
-from trellis_format.exl3.names import DEFAULT_PATTERN, ExpertName, compile_pattern, match_expert
-from trellis_format.extent import BLOCK
-from trellis_format.files.arrays import FileArray
+from trellis_format.exl3.layers import Exl3Layer, LayerKey, build_layer, example_trellis
+from trellis_format.exl3.linear import Exl3Linear
+from trellis_format.exl3.names import DEFAULT_PATTERN, ExpertName, compile_pattern
 from trellis_format.files.collector import paused_collector
 from trellis_format.findings import Findings
-from trellis_format.model_config import ModelConfig, parse_model_config
-from trellis_format.report import (
-    ActivationSummary,
-    InspectReport,
-    LayerSummary,
-    ModelSummary,
-    ShardSummary,
-    StatedValue,
-)
-from trellis_format.source import ExpertGeometry, Projection
+from trellis_format.inspect_container import ContainerPart, inspect_layers
+from trellis_format.inspect_model import compare_sizes, read_model, summarise_model
+from trellis_format.inspect_modules import Survey, sort_modules
+from trellis_format.layer_files import LayerFiles, open_layer_files
+from trellis_format.model_config import ModelConfig
+from trellis_format.report import BitsByClass, InspectReport, LayerSummary, ShardSummary, StatedValue
 from trellis_format.summaries import (
+    add_bits,
     bits_by_class,
     bits_per_weight,
     summarise_projections,
     summarise_transforms,
     tensor_parallel,
 )
-from trellis_format.survey import (
-    SkipReason,
-    TensorClass,
-    class_of,
-    count_bytes,
-    flat_trellis_reason,
-    group_skipped,
-    skip_reason,
-)
+from trellis_format.survey import TensorClass, count_bytes, group_skipped
 from trellis_format.version import version
 
 __all__ = ["inspect_checkpoint"]
 
-
-@dataclass
-class _Survey:
-    """The modules of a checkpoint: sound linears, names of experts by layer, what was skipped, bytes and classes.
-
-    `contradicted` holds linears that a configuration contradicts; `refused` is set when no layer can be read at all.
-    """
-
-    linears: dict[str, Exl3Linear] = field(default_factory=dict)
-    experts: dict[LayerKey, dict[str, ExpertName]] = field(default_factory=dict)
-    skipped: dict[str, tuple[SkipReason, FileArray]] = field(default_factory=dict)
-    sizes: list[tuple[TensorClass, int]] = field(default_factory=list)
-    kinds: dict[str, TensorClass] = field(default_factory=dict)
-    contradicted: set[str] = field(default_factory=set)
-    refused: bool = False
-
-    def skip(self, module: str, tensors: Iterable[FileArray], reason: SkipReason) -> None:
-        """Set tensors of a module aside."""
-        kind = class_of(module, expert=False, linear=False)
-        for tensor in tensors:
-            self.skipped[tensor.entry.name] = (reason, tensor)
-            self.sizes.append((kind, tensor.nbytes))
+_NO_EXPERTS = "no EXL3 linear has a name that the pattern of expert names matches"
 
 
 @paused_collector()
 def inspect_checkpoint(
-    path: str | os.PathLike[str], *, pattern: str = DEFAULT_PATTERN, ignore_index: bool = False
+    path: str | os.PathLike[str],
+    *,
+    pattern: str = DEFAULT_PATTERN,
+    ignore_index: bool = False,
+    ignore_method: bool = False,
 ) -> InspectReport:
-    """Report what a checkpoint holds, from headers and configurations alone.
+    """Report what a checkpoint of any container holds, from headers and configurations alone.
+
+    Of a native container the rate bytes of each layer are read too, since they are its table of K.
 
     Args:
-        path: a directory of safetensors shards.
+        path: its directory.
         pattern: regular expression of expert names; see `trellis_format.exl3.names.DEFAULT_PATTERN`.
-        ignore_index: do not compare the shards with the index.
+        ignore_index: do not compare EXL3 shards with the index.
+        ignore_method: trust the tensors where a configuration states another `quant_method`.
 
     Raises:
         FormatNotFoundError: if there is no such directory.
-        FormatValueError: if it cannot be opened, or the pattern is not usable.
+        FormatTypeError, FormatValueError: if it cannot be opened, or the pattern is not usable.
     """
     compiled = compile_pattern(pattern)
     findings = Findings()
-    with _open(path, ignore_index, findings) as checkpoint:
-        survey = _Survey()
-        config = _config(checkpoint, survey, findings)
+    container = container_of(path)
+    files = None if container == "exl3" else open_layer_files(path, container)
+    with _open(path, ignore_index, findings) if files is None else _open_beside(files) as checkpoint:
+        survey = Survey()
+        file = checkpoint.path / CONFIG_NAME
+        config = read_model(checkpoint.config, file, findings)
+        survey.refused = config is None
         declared = _declared(checkpoint, survey, findings)
-        _sort_modules(checkpoint, compiled, declared, survey, findings)
-        layers = tuple(_layer(checkpoint.path, key, survey, config, findings) for key in sorted(survey.experts))
-        _compare_storage(checkpoint, declared, survey, findings)
+        if declared is not None and files is None:
+            _compare_method(checkpoint, declared, survey, findings, ignore_method=ignore_method)
+        declared = declared or DeclaredQuantization()
+        sort_modules(checkpoint, compiled, declared, survey, findings)
+        config = config or ModelConfig()
+        part = ContainerPart() if files is None else inspect_layers(files, config, survey.refused, findings)
+        if not survey.experts and files is None:
+            findings.warning("no-experts", _NO_EXPERTS, file=checkpoint.path)
+        layers = [_layer(checkpoint.path, key, survey, config, findings) for key in sorted(survey.experts)]
+        if files is None:
+            _compare_storage(checkpoint, declared, survey, findings)
         _compare_head(declared, survey, findings)
+        bits = bits_by_class(survey.linears, survey.kinds)
+        gates = {name.projection for names in survey.experts.values() for name in names.values()}
         return InspectReport(
             tool_version=version(),
             path=str(checkpoint.path),
-            shards=_shards(checkpoint),
-            model=_model(config, checkpoint.path / CONFIG_NAME, survey, findings),
-            stated=tuple(StatedValue(file=it.file, field=it.field, value=it.value) for it in declared.statements),
-            layers=layers,
-            bits_per_weight=bits_by_class(survey.linears, survey.kinds),
-            bytes=count_bytes(survey.sizes),
-            transforms=summarise_transforms(survey.linears.values()),
+            container=container,
+            shards=(*part.shards, *_shards(checkpoint)),
+            model=summarise_model(config, file, gates | part.projections, findings, stated=part.activation),
+            stated=(*part.stated, *_stated(declared)),
+            layers=(*part.layers, *layers),
+            bits_per_weight=_bits(bits, part),
+            bytes=count_bytes([*survey.sizes, *((TensorClass.EXPERTS, layer.bytes) for layer in part.layers)]),
+            transforms=part.transforms(summarise_transforms(survey.linears.values())),
             skipped=group_skipped(survey.skipped),
             findings=findings.collected(),
         )
@@ -138,111 +123,59 @@ def _open(path: str | os.PathLike[str], ignore_index: bool, findings: Findings) 
     return checkpoint
 
 
-def _config(checkpoint: Checkpoint, survey: _Survey, findings: Findings) -> ModelConfig:
-    file = checkpoint.path / CONFIG_NAME
-    if checkpoint.config is None:
-        findings.warning("config-missing", "no configuration: sizes are taken as stored", file=file)
+def _bits(beside: BitsByClass, part: ContainerPart) -> BitsByClass:
+    own = [layer.bits for layer in part.layers]
+    changes = {"model": add_bits(beside.model, *own), "experts": add_bits(beside.experts, *own)}
+    return beside.model_copy(update=changes)
+
+
+def _stated(declared: DeclaredQuantization) -> list[StatedValue]:
+    return [StatedValue(file=it.file, field=it.field, value=it.value) for it in declared.statements]
+
+
+def _open_beside(files: LayerFiles) -> Checkpoint:
+    """What lies beside the layer files of a container, which has no index."""
+    return open_checkpoint(files.path, ignore_index=True, but=set(files.names.values()))
+
+
+def _declared(checkpoint: Checkpoint, survey: Survey, findings: Findings) -> DeclaredQuantization | None:
     try:
-        return parse_model_config(checkpoint.config, file=str(file))
+        return read_declared(checkpoint)
     except FormatError as error:
         survey.refused = True
         findings.error("config-invalid", error)
-        return ModelConfig()
+        return None
 
 
-def _declared(checkpoint: Checkpoint, survey: _Survey, findings: Findings) -> DeclaredQuantization:
-    try:
-        declared = read_declared(checkpoint)
-    except FormatError as error:
-        survey.refused = True
-        findings.error("config-invalid", error)
-        return DeclaredQuantization()
+def _compare_method(
+    checkpoint: Checkpoint,
+    declared: DeclaredQuantization,
+    survey: Survey,
+    findings: Findings,
+    *,
+    ignore_method: bool,
+) -> None:
     try:
         declared.check_method(example_trellis(checkpoint.tensors))
     except FormatError as error:
-        survey.refused = True
-        findings.error("method-conflict", error)
+        if ignore_method:
+            text = f"{error.message}; the tensors are trusted, as asked"
+            findings.note("method-ignored", text, file=error.file, tensor=error.tensor)
+        else:
+            survey.refused = True
+            findings.error("method-conflict", error)
     if declared.storage_file is None:
         text = "no tensor_storage: rates cannot be compared with what the converter noted"
         findings.note("storage-missing", text, file=checkpoint.path)
-    return declared
 
 
-def _sort_modules(
-    checkpoint: Checkpoint,
-    pattern: re.Pattern[str],
-    declared: DeclaredQuantization,
-    survey: _Survey,
-    findings: Findings,
-) -> None:
-    modules = group_modules(checkpoint.tensors)
-    for name, tensors in modules.linears.items():
-        trellis = tensors["trellis"]
-        try:
-            expert = match_expert(name, pattern)
-        except FormatUnsupportedError as error:
-            findings.error("rank-sliced", FormatUnsupportedError(error.message, file=trellis.file, tensor=name))
-            survey.skip(name, tensors.values(), SkipReason.RANK_SLICED)
-            survey.refused = True
-            continue
-        flat = flat_trellis_reason(trellis.shape, signs=f"{name}.signs" in checkpoint.tensors)
-        if flat is not None and expert is None:
-            survey.skip(name, tensors.values(), flat)
-            continue
-        survey.kinds[name] = class_of(name, expert=expert is not None, linear=True)
-        survey.sizes += ((survey.kinds[name], tensor.nbytes) for tensor in tensors.values())
-        if expert is not None:
-            survey.experts.setdefault(LayerKey(expert.layer, expert.prefix), {})[name] = expert
-        _describe(survey, name, tensors, declared, findings)
-    _survey_others(survey, modules.others, findings)
-    if not survey.experts:
-        text = "no EXL3 linear has a name that the pattern of expert names matches"
-        findings.warning("no-experts", text, file=checkpoint.path)
-
-
-def _describe(
-    survey: _Survey, name: str, tensors: Mapping[str, FileArray], declared: DeclaredQuantization, findings: Findings
-) -> None:
-    try:
-        linear = describe_linear(name, tensors)
-    except FormatError as error:
-        findings.error("broken-linear", error)
-        return
-    survey.linears[name] = linear
-    try:
-        declared.check_linear(linear)
-    except FormatError as error:
-        survey.contradicted.add(name)
-        findings.error("stated-otherwise", error)
-    if "scale" in tensors:
-        survey.skipped[f"{name}.scale"] = (SkipReason.LEGACY_SCALE, tensors["scale"])
-        text = "scale of files before the first release is ignored"
-        findings.note("legacy-scale", text, file=tensors["scale"].file, tensor=f"{name}.scale")
-
-
-def _survey_others(survey: _Survey, others: Mapping[str, FileArray], findings: Findings) -> None:
-    for name, tensor in others.items():
-        module = name.rpartition(".")[0]
-        beside = survey.skipped.get(f"{module}.trellis")
-        if beside is not None:  # signs of a quantised embedding
-            survey.skip(module, [tensor], beside[0])
-            continue
-        kind = class_of(module, expert=False, linear=False)
-        reason = skip_reason(name, kind)
-        survey.skip(module, [tensor], reason)
-        if reason is SkipReason.ORPHAN:
-            findings.warning("orphan-tensor", reason.explanation, file=tensor.file, tensor=name)
-        elif reason is SkipReason.UNQUANTISED_EXPERT:
-            findings.warning("unquantised-expert", reason.explanation, file=tensor.file, tensor=name)
-
-
-def _layer(path: Path, key: LayerKey, survey: _Survey, config: ModelConfig, findings: Findings) -> LayerSummary:
+def _layer(path: Path, key: LayerKey, survey: Survey, config: ModelConfig, findings: Findings) -> LayerSummary:
     names = survey.experts[key]
     linears = {module: survey.linears[module] for module in names if module in survey.linears}
     layer = _sound_layer(path, key, names, linears, config, findings)
     geometry = None if layer is None else layer_geometry(layer)
     if geometry is not None:
-        _compare_sizes(path / CONFIG_NAME, key, geometry, config, findings)
+        compare_sizes(path / CONFIG_NAME, key.index, key.prefix, geometry, config, findings)
     divisor = config.up_divisor(key.index)
     if divisor != 1.0:
         text = f"this architecture divides up by {divisor:g} before quantisation; route weights are multiplied by it"
@@ -284,30 +217,8 @@ def _sound_layer(
     return layer
 
 
-def _compare_sizes(
-    file: Path, key: LayerKey, geometry: ExpertGeometry, config: ModelConfig, findings: Findings
-) -> None:
-    for axis, stored, candidates in (
-        ("hidden", geometry.padded_hidden_size, config.hidden_sizes()),
-        ("intermediate", geometry.padded_intermediate_size, config.expert_widths()),
-    ):
-        if candidates and stored not in {-(-width // BLOCK) * BLOCK for width in candidates.values()}:
-            stated = ", ".join(f"{name} = {width}" for name, width in candidates.items())
-            findings.warning(
-                f"{axis}-size",
-                f"layer {key.index}: {file.name} says {stated}, the tensors have {stored} {axis} channels, padding to "
-                f"{BLOCK} included; the tensors are taken",
-                file=file,
-                tensor=key.prefix,
-            )
-    declared = config.expert_count()
-    if declared is not None and declared < geometry.num_experts:
-        text = f"layer {key.index}: {file.name} says {declared} experts, the tensors have {geometry.num_experts}"
-        findings.warning("expert-count", f"{text}; the tensors are taken", file=file, tensor=key.prefix)
-
-
 def _compare_storage(
-    checkpoint: Checkpoint, declared: DeclaredQuantization, survey: _Survey, findings: Findings
+    checkpoint: Checkpoint, declared: DeclaredQuantization, survey: Survey, findings: Findings
 ) -> None:
     if declared.storage_file is None:
         return
@@ -316,14 +227,26 @@ def _compare_storage(
         text = f"tensor_storage has no bits_per_weight for {len(silent)} linears, first {silent[0]}"
         findings.note("storage-silent", text, file=declared.storage_file)
     for module, entry in declared.storage.items():
-        stored = entry.get("stored_tensors") if isinstance(entry, dict) else None
-        for name, says in stored.items() if isinstance(stored, dict) else ():
+        where = f"tensor_storage[{module!r}]"
+        stored = entry.get("stored_tensors") if isinstance(entry, dict) else entry
+        if stored is None and entry is not None:  # a module may have none
+            continue
+        if not isinstance(stored, dict):
+            what = f"{where}.stored_tensors" if isinstance(entry, dict) else where
+            text = f"{what} must be an object, got {type(stored).__name__}"
+            findings.error("storage-invalid", FormatValueError(text, file=declared.storage_file))
+            continue
+        for name, says in stored.items():
+            if not isinstance(says, dict) or not isinstance(says.get("shape"), list | None):
+                text = f"{where} has no object with a list shape for it, got {says!r}"
+                findings.error("storage-invalid", FormatValueError(text, file=declared.storage_file, tensor=name))
+                continue
             tensor = checkpoint.tensors.get(name)
             if tensor is None:
-                text = f"tensor_storage[{module!r}] lists it, no shard holds it"
+                text = f"{where} lists it, no shard holds it"
                 findings.warning("storage-absent", text, file=declared.storage_file, tensor=name)
             elif _has(says, "shape") and says["shape"] != list(tensor.shape):
-                text = f"tensor_storage[{module!r}] says shape {says['shape']}, the shard {list(tensor.shape)}"
+                text = f"{where} says shape {says['shape']}, the shard {list(tensor.shape)}"
                 findings.warning("storage-shape", text, file=declared.storage_file, tensor=name)
 
 
@@ -331,7 +254,7 @@ def _has(entry: object, key: str) -> bool:
     return isinstance(entry, dict) and entry.get(key) is not None
 
 
-def _compare_head(declared: DeclaredQuantization, survey: _Survey, findings: Findings) -> None:
+def _compare_head(declared: DeclaredQuantization, survey: Survey, findings: Findings) -> None:
     for name, linear in survey.linears.items():
         if survey.kinds[name] is not TensorClass.HEAD:
             continue
@@ -351,41 +274,4 @@ def _shards(checkpoint: Checkpoint) -> tuple[ShardSummary, ...]:
             tensors=len(header.entries),
         )
         for header in headers
-    )
-
-
-def _model(config: ModelConfig, file: Path, survey: _Survey, findings: Findings) -> ModelSummary:
-    return ModelSummary(
-        model_type=config.model_type,
-        architectures=config.architectures or (),
-        hidden_size=config.hidden_size,
-        num_experts=config.expert_count(),
-        top_k=config.top_k(),
-        activation=_activation(config, file, survey, findings),
-    )
-
-
-def _activation(config: ModelConfig, file: Path, survey: _Survey, findings: Findings) -> ActivationSummary | None:
-    key = config.activation_key()
-    source = f"{file.name} {key} = {getattr(config, key)!r}" if key else ""
-    try:
-        activation: Activation | None = config.activation()
-    except FormatError as error:
-        findings.error("activation", type(error)(error.message, file=file))
-        return None
-    if activation is None:
-        if survey.experts:
-            text = f"{source}, which is not known" if key else f"{file.name} states no activation of the experts"
-            findings.warning("activation", f"{text}; a caller must name it", file=file)
-        return None
-    gates = {name.projection for names in survey.experts.values() for name in names.values()}
-    if gates and activation.gated != (Projection.GATE in gates):
-        text = f"{source} takes {'a' if activation.gated else 'no'} gate, the experts have {', '.join(sorted(gates))}"
-        findings.warning("activation", text, file=file)
-    return ActivationSummary(
-        kind=activation.kind,
-        limit=None if math.isinf(activation.limit) else activation.limit,
-        alpha=activation.alpha,
-        beta=activation.beta,
-        source=source,
     )

@@ -7,18 +7,21 @@ Model configurations are foreign files with hundreds of keys, so unknown keys ar
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from trellis_format.activations import Activation
 from trellis_format.errors import FormatValueError
+from trellis_format.extent import BLOCK
 
-__all__ = ["ModelConfig", "parse_model_config"]
+__all__ = ["ModelConfig", "parse_model_config", "true_width"]
 
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size")
 _HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
+_EXPERT_KEYS = (*_EXPERT_COUNT_KEYS, "moe_intermediate_size", "num_experts_per_tok")
 _ACTIVATION_KEYS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 _ACTIVATION_NAMES = {
     "silu": "silu",
@@ -29,12 +32,13 @@ _ACTIVATION_NAMES = {
     "situ": "situ",
     "relu2": "relu2",
 }
-_GPT_OSS_LIMIT = 7.0  # swiglu_limit, alpha and the addend of the gpt-oss activation, as its architecture defines them
-_GPT_OSS_ALPHA = 1.702
-_GPT_OSS_BETA = 1.0
 _UP_DIVISOR = 128.0  # keeps gate * up of these architectures inside fp16; the files do not record it
 _DIVIDED_MODEL_TYPES = ("laguna", "mistral4")
 _DIVIDED_LAYERS = {"MiMoV2ForCausalLM": (47,)}
+
+
+_Size = Annotated[StrictInt, Field(gt=0)]
+_ExpertSize = Annotated[StrictInt, Field(ge=0)]  # 0 in configurations of models, or layers, without experts
 
 
 class ModelConfig(BaseModel):
@@ -45,20 +49,24 @@ class ModelConfig(BaseModel):
 
     model_type: StrictStr | None = None
     architectures: tuple[StrictStr, ...] | None = None
-    hidden_size: StrictInt | None = None
-    moe_latent_size: StrictInt | None = None
-    intermediate_size: StrictInt | list[StrictInt] | None = None
-    moe_intermediate_size: StrictInt | list[StrictInt] | None = None
-    num_experts: StrictInt | None = None
-    num_local_experts: StrictInt | None = None
-    n_routed_experts: StrictInt | None = None
-    moe_num_experts: StrictInt | list[StrictInt] | None = None
-    num_experts_per_tok: StrictInt | list[StrictInt] | None = None
+    hidden_size: _Size | None = None
+    moe_latent_size: _ExpertSize | None = None
+    intermediate_size: _Size | list[_ExpertSize] | None = None
+    moe_intermediate_size: _ExpertSize | list[_ExpertSize] | None = None
+    num_experts: _ExpertSize | None = None
+    num_local_experts: _ExpertSize | None = None
+    n_routed_experts: _ExpertSize | None = None
+    moe_num_experts: _ExpertSize | list[_ExpertSize] | None = None
+    num_experts_per_tok: _ExpertSize | list[_ExpertSize] | None = None
     norm_topk_prob: StrictBool | None = None
     hidden_act: StrictStr | None = None
     mlp_hidden_act: StrictStr | None = None
     hidden_activation: StrictStr | None = None
     swiglu_limit: float | list[float | None] | None = None
+
+    def zeros(self) -> tuple[str, ...]:
+        """The keys that state a zero, which no model with experts has."""
+        return tuple(key for key in _EXPERT_KEYS if getattr(self, key) == 0)
 
     def expert_count(self) -> int | None:
         """Routed experts of a layer, None where the file does not say."""
@@ -83,13 +91,13 @@ class ModelConfig(BaseModel):
             FormatValueError: if the limit that the file states is not positive.
         """
         if self.model_type == "gpt_oss":
-            limit = self.swiglu_limit if isinstance(self.swiglu_limit, float) else _GPT_OSS_LIMIT
-            return Activation("swigluoai", limit=limit, alpha=_GPT_OSS_ALPHA, beta=_GPT_OSS_BETA)
+            law = Activation.named("swigluoai")
+            return replace(law, limit=self.swiglu_limit) if isinstance(self.swiglu_limit, float) else law
         key = self.activation_key()
         kind = _ACTIVATION_NAMES.get(getattr(self, key)) if key else None
         if kind == "silu" and self.swiglu_limit and isinstance(self.swiglu_limit, float):
             return Activation(kind, limit=self.swiglu_limit)
-        return Activation(kind) if kind else None
+        return Activation.named(kind) if kind else None
 
     def activation_key(self) -> str | None:
         """The key that states the activation, None where there is none."""
@@ -124,7 +132,8 @@ def parse_model_config(config: dict[str, Any] | None, *, file: str) -> ModelConf
         file: named in errors.
 
     Raises:
-        FormatValueError: if a key that concerns experts has the wrong type; names the key.
+        FormatValueError: if a key that concerns experts has the wrong type, or a size is negative or
+            cannot be zero; names the key.
     """
     merged = dict(config or {})
     nested = merged.get("text_config")
@@ -133,6 +142,19 @@ def parse_model_config(config: dict[str, Any] | None, *, file: str) -> ModelConf
     try:
         return ModelConfig.model_validate(merged)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        first = max(error.errors(), key=lambda fault: len(fault["loc"]))  # inside a list, not that it is no number
+        key = ".".join(str(part) for part in first["loc"] if part == first["loc"][0] or isinstance(part, int))
         raise FormatValueError(f"{key}: {first['msg']}, got {str(first['input'])[:80]!r}", file=file) from error
+
+
+def true_width(stored: int, candidates: dict[str, int]) -> int:
+    """The width, in channels, that a stored one stands for.
+
+    Args:
+        stored: channels with padding.
+        candidates: stated widths by key, as `ModelConfig.hidden_sizes` gives them.
+
+    Returns:
+        The first candidate that is the stored width when it is rounded up to 128; else the stored width.
+    """
+    return next((width for width in candidates.values() if -(-width // BLOCK) * BLOCK == stored), stored)

@@ -168,7 +168,8 @@ class ProjectionSummary(_Part):
         rates: number of experts by K.
         codebooks: number of experts by codebook.
         biased: number of experts with a bias.
-        bytes: bytes of all tensors.
+        bytes: bytes of all tensors; in a container of layer files those of its codes, None where pairs of records
+            differ in K.
     """
 
     projection: str
@@ -176,7 +177,7 @@ class ProjectionSummary(_Part):
     rates: dict[str, int]
     codebooks: dict[str, int]
     biased: int
-    bytes: int
+    bytes: int | None
 
 
 class TensorParallel(_Part):
@@ -184,13 +185,17 @@ class TensorParallel(_Part):
 
     Attributes:
         blocks: blocks of 128 channels.
-        even: world sizes that give each rank the same number of blocks.
-        largest: largest world size without an empty rank.
+        even: world sizes that give each rank the same number of blocks, by cuts that the container allows.
+        largest: largest world size without an empty rank; 0 where the container allows no cut.
+        alignment_slots: slots of 32 channels that every cut is a multiple of.
+        barriers: slots that no rank's share may reach across.
     """
 
     blocks: int
     even: tuple[int, ...]
     largest: int
+    alignment_slots: int
+    barriers: tuple[int, ...] = ()
 
 
 class LayerSummary(_Part):
@@ -198,9 +203,10 @@ class LayerSummary(_Part):
 
     Attributes:
         index: index of the layer.
-        prefix: path of its experts.
+        prefix: path of its experts; empty where a container of layer files does not say.
         auxiliary: whether it belongs to a multi-token-prediction head.
-        readable: whether the layer can be read: False where a finding of severity error concerns it.
+        readable: whether the layer can be described and run: False where a finding of severity error concerns it, or
+            the finding `not-described`.
         experts: number of experts that are present.
         hidden_size: channels that an expert takes and gives.
         padded_hidden_size: hidden channels as stored.
@@ -211,6 +217,9 @@ class LayerSummary(_Part):
         bytes: bytes of all tensors.
         up_divisor: the number by which up was divided before it was quantised.
         tensor_parallel: how the intermediate axis divides.
+        pair_kinds: kinds of pairs of records whose K differ, where there are any.
+        file: name of its layer file, None without one.
+        sha256: digest of that file as the manifest states it; it is not computed.
     """
 
     index: int
@@ -227,15 +236,27 @@ class LayerSummary(_Part):
     bytes: int
     up_divisor: float
     tensor_parallel: TensorParallel | None
+    pair_kinds: tuple[str, ...] = ()
+    file: str | None = None
+    sha256: str | None = None
 
 
 class Transforms(_Part):
-    """How weights are rotated: the kind, channels of a block, and linears by the form of their vectors."""
+    """How weights are rotated.
+
+    Attributes:
+        kind: of the rotation on both sides of every linear.
+        block_size: its channels, 0 without one.
+        linears_with_vectors: number of linears with vectors.
+        linears_with_packed_signs: number of linears with packed signs.
+        expert: the change of basis at the activation, in words; None without one.
+    """
 
     kind: str
     block_size: int
     linears_with_vectors: int
     linears_with_packed_signs: int
+    expert: str | None = None
 
 
 class Skipped(_Part):
@@ -269,6 +290,7 @@ class InspectReport(_Part):
     schema_version: Literal[1] = SCHEMA_VERSION
     tool_version: str
     path: str
+    container: str = "exl3"
     shards: tuple[ShardSummary, ...]
     model: ModelSummary
     stated: tuple[StatedValue, ...]

@@ -5,12 +5,13 @@ It must not look for what is wrong.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trellis_format.exl3.linear import Exl3Linear
 from trellis_format.exl3.names import ExpertName
-from trellis_format.extent import BLOCK
+from trellis_format.extent import BLOCK, BLOCK_SLOTS, SLOT
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_format.report import (
     BitsByClass,
@@ -23,6 +24,7 @@ from trellis_format.source import Projection
 from trellis_format.survey import TensorClass
 
 __all__ = [
+    "add_bits",
     "bits_by_class",
     "bits_per_weight",
     "summarise_projections",
@@ -97,11 +99,48 @@ def _projection(projection: Projection, linears: list[Exl3Linear]) -> Projection
     )
 
 
-def tensor_parallel(padded_intermediate_size: int) -> TensorParallel:
-    """How an intermediate axis, in channels, divides over ranks in whole Hadamard blocks."""
-    blocks = padded_intermediate_size // BLOCK
-    even = tuple(world for world in range(1, blocks + 1) if blocks % world == 0)
-    return TensorParallel(blocks=blocks, even=even, largest=blocks)
+def add_bits(*parts: BitsPerWeight) -> BitsPerWeight:
+    """Bits per stored weight of several sets of linears together; None where one of them is not known."""
+    weights = sum(part.weights for part in parts)
+    filled = [part for part in parts if part.weights]
+
+    def mean(values: Iterable[tuple[float | None, int]]) -> float | None:
+        known = [(value, share) for value, share in values if value is not None]
+        return sum(value * share for value, share in known) / weights if known and len(known) == len(filled) else None
+
+    return BitsPerWeight(
+        linears=sum(part.linears for part in parts),
+        weights=weights,
+        codes=mean((part.codes, part.weights) for part in filled),
+        total=mean((part.total, part.weights) for part in filled),
+    )
+
+
+def tensor_parallel(
+    padded_intermediate_size: int, *, alignment_slots: int = BLOCK_SLOTS, barriers: Sequence[int] = ()
+) -> TensorParallel:
+    """How an intermediate axis divides over ranks, in whole Hadamard blocks at least.
+
+    Args:
+        padded_intermediate_size: channels.
+        alignment_slots: slots that a container's cuts are multiples of.
+        barriers: slots that no share may reach across.
+    """
+    blocks, grain = padded_intermediate_size // BLOCK, math.lcm(alignment_slots, BLOCK_SLOTS)
+    units, rest = divmod(padded_intermediate_size, grain * SLOT)
+    legal = not rest and all(barrier % grain == 0 for barrier in barriers)
+    even = tuple(
+        world
+        for world in range(1, units + 1)
+        if legal and units % world == 0 and all(barrier % (units // world * grain) == 0 for barrier in barriers)
+    )
+    return TensorParallel(
+        blocks=blocks,
+        even=even,
+        largest=units if legal else 0,
+        alignment_slots=grain,
+        barriers=tuple(sorted(barriers)),
+    )
 
 
 def summarise_transforms(linears: Iterable[Exl3Linear]) -> Transforms:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trellis_format.checkpoint import MAX_SHARDS
 from trellis_format.codebooks import EXL3_CODEBOOKS, get_codebook
 from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.exl3.writer import quantization_object, write_exl3
@@ -26,11 +27,27 @@ from trellis_format.source import Projection
 from trellis_format.synth_names import Naming, get_naming
 from trellis_format.writer import CHUNK_BYTES, Chunks, OutputDirectory, PlannedTensor, of_array
 
-__all__ = ["HEAD_RATE", "SynthSpec", "plan_synthetic", "synth_checkpoint", "synth_config"]
+__all__ = [
+    "HEAD_RATE",
+    "MAX_CHANNELS",
+    "MAX_LINEARS",
+    "MAX_ROUTER_WEIGHTS",
+    "SynthSpec",
+    "plan_synthetic",
+    "synth_checkpoint",
+    "synth_config",
+]
 
 HEAD_RATE = Rate.of(6)
 """K of the projection to the vocabulary."""
 _VOCABULARY = 512  # tokens; enough to have a head and an embedding
+MAX_CHANNELS = 1 << 17
+"""Widest side of a linear; wider ones are stored in slices."""
+MAX_LINEARS = 250_000
+"""Most linears of one checkpoint; each is a few objects in memory before anything is written."""
+MAX_ROUTER_WEIGHTS = 1 << 26
+"""Most weights of one router, experts times hidden channels: they are made in memory, in float64."""
+_DENSE_LINEARS = 7  # of a layer: attention and shared experts
 _SIZES = ("hidden", "intermediate", "experts", "layers", "top_k", "shards")
 
 
@@ -55,8 +72,8 @@ class SynthSpec:
 
     Raises:
         FormatTypeError: if a size or the seed is not an int.
-        FormatValueError: if a size is not positive, the seed negative, `top_k` above `experts`, a rate not legal for
-            the codebook, or a name not known.
+        FormatValueError: if a size is not positive or beyond its bound, the seed negative, `top_k` above `experts`, a
+            rate not legal for the codebook, or a name not known.
     """
 
     hidden: int
@@ -80,6 +97,7 @@ class SynthSpec:
                 raise FormatTypeError(f"{name} must be an int, got {type(value).__name__}")
             if value < (0 if name == "seed" else 1):
                 raise FormatValueError(f"{name} {value} is below {0 if name == 'seed' else 1}")
+        self._check_bounds()
         if self.top_k > self.experts:
             raise FormatValueError(f"top_k {self.top_k} exceeds the {self.experts} experts")
         if self.mix not in ("layer", "expert", "projection"):
@@ -94,6 +112,18 @@ class SynthSpec:
                 f"{', '.join(EXL3_CODEBOOKS)}"
             )
         get_naming(self.naming)
+
+    def _check_bounds(self) -> None:
+        linears = self.layers * (3 * self.experts + (_DENSE_LINEARS if self.dense else 0))
+        for text, size, bound in (
+            ("hidden channels", self.hidden, MAX_CHANNELS),
+            ("intermediate channels", self.intermediate, MAX_CHANNELS),
+            (f"linears in {self.layers} layers of {self.experts} experts", linears, MAX_LINEARS),
+            ("router weights, experts times hidden channels,", self.experts * self.hidden, MAX_ROUTER_WEIGHTS),
+            ("shards", self.shards, MAX_SHARDS),
+        ):
+            if size > bound:
+                raise FormatValueError(f"{size} {text} exceed the bound of {bound}")
 
 
 def synth_checkpoint(

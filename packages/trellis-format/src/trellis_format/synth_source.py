@@ -182,5 +182,7 @@ def synth_container(
         TARGETS[container].write(
             directory, sources, source.read_layer, source.outside, source.names, shards=spec.shards, on_bytes=count
         )
-        directory.write_json(CONFIG_NAME, synth_config(spec))
+        stated = TARGETS[container].quantization_config(sources)
+        config = synth_config(spec) | ({} if stated is None else {"quantization_config": stated})
+        directory.write_json(CONFIG_NAME, config)
     return written

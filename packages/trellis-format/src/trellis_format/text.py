@@ -55,6 +55,7 @@ def sections(report: InspectReport) -> Iterator[Section]:
             ("layers", "experts", "hidden", "intermediate", "K", "codebook", "bits/weight", "bytes", "even ranks"),
             tuple(_layers(report)),
         ),
+        Section("Layer files", ("layer", "file", "sha256, not computed"), tuple(_layer_files(report))),
         Section("Bits per weight", ("part", "linears", "codes", "all tensors"), tuple(_bits(report))),
         Section("Bytes", ("part", "bytes"), tuple(_bytes(report))),
         Section("Not read as linears", ("reason", "tensors", "bytes", "dtype", "names"), tuple(_skipped(report))),
@@ -118,6 +119,7 @@ def _write_rich(report: InspectReport, console: Any) -> None:
 def _overview(report: InspectReport) -> Iterator[tuple[str, str]]:
     model = report.model
     yield "path", printable(report.path)
+    yield "container", report.container
     yield "shards", f"{len(report.shards)} with {sum(shard.tensors for shard in report.shards)} tensors"
     yield "model", printable(model.model_type or "not stated")
     if model.architectures:
@@ -130,7 +132,10 @@ def _overview(report: InspectReport) -> Iterator[tuple[str, str]]:
     transforms = report.transforms
     signs = transforms.linears_with_packed_signs
     packed = f", {signs} with packed signs" if signs else ""
-    yield "transform", f"{transforms.kind}, blocks of {transforms.block_size} channels{packed}"
+    blocks = f", blocks of {transforms.block_size} channels" if transforms.block_size else ""
+    yield "transform", f"{transforms.kind}{blocks}{packed}"
+    if transforms.expert is not None:
+        yield "expert transform", transforms.expert
 
 
 def _or_unknown(value: int | None) -> str:
@@ -141,7 +146,8 @@ def _stated(report: InspectReport) -> Iterator[tuple[str, ...]]:
     """One row for each key and value, with every file that states it."""
     files: dict[tuple[str, str], list[str]] = {}
     for stated in report.stated:
-        files.setdefault((stated.field.rpartition(".")[2], stated.value), []).append(_file_name(stated.file))
+        key = stated.field.rpartition("quantization_config.")[2]
+        files.setdefault((key, stated.value), []).append(_file_name(stated.file))
     for (key, value), names in files.items():
         yield printable(key), printable(value), printable(", ".join(dict.fromkeys(names)))
 
@@ -161,6 +167,12 @@ def _layers(report: InspectReport) -> Iterator[tuple[str, ...]]:
         yield _run_name(run), *row
 
 
+def _layer_files(report: InspectReport) -> Iterator[tuple[str, ...]]:
+    for layer in report.layers:
+        if layer.file is not None:
+            yield str(layer.index), printable(layer.file), printable(layer.sha256 or "-")
+
+
 def _run_name(run: Sequence[LayerSummary]) -> str:
     first, last = run[0], run[-1]
     name = str(first.index) if first is last else f"{first.index}-{last.index}"
@@ -178,12 +190,14 @@ def _layer_cells(layer: LayerSummary) -> tuple[str, ...]:
         ", ".join(codebooks) or "-",
         _number(layer.bits.total),
         f"{layer.bytes:,}",
-        "-" if parallel is None else ", ".join(map(str, parallel.even)),
+        "-" if parallel is None else ", ".join(map(str, parallel.even)) or "none",
     )
 
 
 def _rates(layer: LayerSummary) -> str:
-    """K of the layer, or of each projection: "3", "gate 3, up 3, down 4", "gate 2-4, ..."."""
+    """K of the layer, or of each projection: "3", "gate 3, up 3, down 4", "gate 2-4, ...", "pairs P33"."""
+    if layer.pair_kinds:
+        return f"pairs {', '.join(layer.pair_kinds)}"
     texts = {projection.projection: _span(projection.rates) for projection in layer.projections}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))

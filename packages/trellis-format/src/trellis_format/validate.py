@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trellis_format.checkpoint import CONFIG_NAME, INDEX_NAME, QUANTIZATION_CONFIG_NAME, Checkpoint, open_checkpoint
 from trellis_format.detect import container_of
-from trellis_format.errors import FormatError, FormatValueError
+from trellis_format.errors import FormatArgumentError, FormatError
 from trellis_format.exl3.adapter import layer_geometry
 from trellis_format.exl3.layers import build_layer, find_layers, group_modules
 from trellis_format.exl3.linear import Exl3Linear, describe_linear
@@ -40,6 +40,7 @@ def validate_checkpoint(
     data: bool = False,
     pattern: str = DEFAULT_PATTERN,
     ignore_index: bool = False,
+    ignore_method: bool = False,
     on_progress: _Progress | None = None,
 ) -> ValidateReport:
     """Hold a checkpoint of any container to every rule.
@@ -49,6 +50,7 @@ def validate_checkpoint(
         data: whether to read scales, biases and markers as well as headers, and of containers everything.
         pattern: regular expression of expert names in EXL3; see `trellis_format.exl3.names.DEFAULT_PATTERN`.
         ignore_index: do not compare EXL3 shards with the index.
+        ignore_method: trust the tensors of EXL3 shards where a configuration states another `quant_method`.
         on_progress: told of the bytes that were read and of all bytes to read, again and again.
 
     Raises:
@@ -61,10 +63,10 @@ def validate_checkpoint(
     if container != "exl3":
         checked = check_container(directory, container, findings, data=data, on_progress=on_progress)
         return _report(directory, checked, findings, container=container)
-    if not any(name.name.endswith(".safetensors") for name in directory.iterdir()):
-        raise FormatValueError("no *.safetensors file in the checkpoint directory", file=directory)
+    if not any(name.name.endswith(".safetensors") and not name.name.startswith(".") for name in directory.iterdir()):
+        raise FormatArgumentError("no *.safetensors file in the checkpoint directory", file=directory)
     try:
-        report = inspect_checkpoint(directory, pattern=pattern, ignore_index=ignore_index)
+        report = inspect_checkpoint(directory, pattern=pattern, ignore_index=ignore_index, ignore_method=ignore_method)
     except FormatError as error:
         _explain(directory, error, findings)
         checked = Checked(shards=0, tensors=0, layers=0, data=False, bytes_read=0)
@@ -100,14 +102,14 @@ def _report(
 
 def _explain(directory: Path, error: FormatError, findings: Findings) -> None:
     """Find every file that keeps the checkpoint from being opened, not only the first."""
-    for shard in sorted(directory.glob("*.safetensors")):
+    for shard in sorted(directory.glob("[!.]*.safetensors")):
         try:
             read_header(shard)
         except FormatError as broken:
             findings.error("broken-shard", broken)
     for name in (INDEX_NAME, CONFIG_NAME, QUANTIZATION_CONFIG_NAME):
         try:
-            if (directory / name).exists():
+            if os.path.lexists(directory / name):
                 read_json(directory / name)
         except FormatError as broken:
             findings.error("json-invalid", broken)

@@ -1,7 +1,8 @@
 """Owns the validation of containers of layer files, `exl3-v1` and native.  It must not judge EXL3 linears.
 
 Headers first: the manifest, then of each layer file its header, tensors and metadata.  With data: the digest of each
-file, finite scales, and zeros where a layer is padded.
+file, finite scales, and zeros where a layer is padded.  The files beside the layers are held to what a conversion reads
+of them.
 """
 
 from __future__ import annotations
@@ -11,55 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from trellis_format.container import manifest as container_manifest
-from trellis_format.container import reader as container_reader
-from trellis_format.container.adapter import trellis_from_container
+from trellis_format.checkpoint import CONFIG_NAME
+from trellis_format.convert_files import KEPT_NAMES
+from trellis_format.convert_names import NAMES_FILE, read_names
 from trellis_format.errors import FormatError, FormatUnsupportedError, FormatValueError
 from trellis_format.files.header import read_header
-from trellis_format.files.layer_file import LayerFile
+from trellis_format.files.strict_json import read_json
 from trellis_format.findings import Findings
-from trellis_format.native import manifest as native_manifest
-from trellis_format.native import reader as native_reader
-from trellis_format.native.layer import trellis_from_native
+from trellis_format.layer_files import LayerFiles, open_layer_files
+from trellis_format.model_config import parse_model_config
 from trellis_format.source import Projection, TrellisSource, TrellisWeights
 from trellis_format.validate_report import Checked
 
 __all__ = ["check_container"]
-
-_Described = tuple[TrellisSource, TrellisWeights]
-
-
-class _Layers:
-    """The layer files of a directory, by what its manifest declares."""
-
-    def __init__(self, directory: Path, container: str) -> None:
-        self._directory = directory
-        self._manifest: container_manifest.Manifest | native_manifest.NativeManifest
-        if container == "native":
-            self._manifest = native_manifest.read_manifest(directory)
-            self.files = {layer: self._manifest.layers[str(layer)].file for layer in self._manifest.indices}
-        else:
-            self._manifest = container_manifest.read_manifest(directory)
-            layers = sorted(self._manifest.geometry.moe_layer_indices)
-            self.files = {layer: self._manifest.entry(layer).file for layer in layers}
-
-    def check_header(self, layer: int) -> int:
-        """Check one layer file without its data; returns the number of its tensors."""
-        manifest = self._manifest
-        with LayerFile(self._directory / self.files[layer]) as file:
-            if isinstance(manifest, native_manifest.NativeManifest):
-                file.check_names(manifest.tensor_names(manifest.layers[str(layer)].biased))
-            else:
-                file.check_names(manifest.tensor_names())
-            file.check_metadata(manifest.layer_metadata(layer))
-            return len(file.tensors)
-
-    def read(self, layer: int) -> _Described:
-        """Read one layer file, its digest included."""
-        manifest = self._manifest
-        if isinstance(manifest, native_manifest.NativeManifest):
-            return trellis_from_native(native_reader.read_layer(self._directory, manifest, layer, hold_codes=False))
-        return trellis_from_container(container_reader.read_layer(self._directory, manifest, layer, hold_codes=False))
 
 
 def check_container(
@@ -83,38 +48,75 @@ def check_container(
         What was looked at.
     """
     try:
-        layers = _Layers(directory, container)
+        layers = open_layer_files(directory, container)
     except FormatError as error:
         findings.error("container-invalid", error)
         return Checked(shards=0, tensors=0, layers=0, data=False, bytes_read=0)
     tensors, sound = 0, []
-    for layer, name in layers.files.items():
+    for layer, name in layers.names.items():
         try:
-            tensors += layers.check_header(layer)
+            with layers.open(layer) as file:
+                tensors += len(file.tensors)
             sound.append(layer)
         except FormatError as error:
             findings.error("container-invalid", _placed(error, directory / name))
-    others = sorted(path for path in directory.glob("*.safetensors") if path.name not in set(layers.files.values()))
-    for path in others:
-        try:
-            tensors += len(read_header(path).entries)
-        except FormatError as error:
-            findings.error("broken-shard", error)
-    sizes = {layer: (directory / layers.files[layer]).stat().st_size for layer in sound}
+    others = sorted(path for path in directory.glob("*.safetensors") if path.name not in set(layers.names.values()))
+    tensors += _check_outside(others, findings)
+    _check_files(directory, layers, findings)
+    sizes = {layer: (directory / layers.names[layer]).stat().st_size for layer in sound}
     done = 0
     for layer in sound if data else ():
-        _check_data(layers, layer, directory / layers.files[layer], findings)
+        _check_data(layers, layer, directory / layers.names[layer], findings)
         done += sizes[layer]
         if on_progress is not None:
             on_progress(done, sum(sizes.values()))
     return Checked(
-        shards=len(layers.files) + len(others), tensors=tensors, layers=len(layers.files), data=data, bytes_read=done
+        shards=len(layers.names) + len(others), tensors=tensors, layers=len(layers.names), data=data, bytes_read=done
     )
 
 
-def _check_data(layers: _Layers, layer: int, file: Path, findings: Findings) -> None:
+def _check_outside(shards: list[Path], findings: Findings) -> int:
+    """The number of tensors outside of layers, whose names must be distinct."""
+    holders: dict[str, Path] = {}
+    for path in shards:
+        try:
+            for name in read_header(path).entries:
+                if name in holders:
+                    text = f"{holders[name].name} has a tensor of this name too; names outside of layers are distinct"
+                    findings.error("broken-checkpoint", FormatValueError(text, file=path, tensor=name))
+                holders[name] = path
+        except FormatError as error:
+            findings.error("broken-shard", error)
+    return len(holders)
+
+
+def _check_files(directory: Path, layers: LayerFiles, findings: Findings) -> None:
     try:
-        source, weights = layers.read(layer)
+        kept = read_names(directory)
+        for layer in layers.names:
+            for projection in layers.projections if layer in kept else ():
+                kept[layer].module(0, projection)
+    except FormatError as error:
+        findings.error("json-invalid", _placed(error, directory / NAMES_FILE))
+    for name in (CONFIG_NAME, *KEPT_NAMES.values()):
+        path = directory / name
+        try:
+            value = read_json(path) if path.exists() else {}
+            if not isinstance(value, dict):
+                raise FormatValueError(f"must hold a JSON object, got {type(value).__name__}", file=path)
+        except FormatError as error:
+            findings.error("json-invalid", error)
+            continue
+        try:
+            if name == CONFIG_NAME:
+                parse_model_config(value, file=str(path))
+        except FormatError as error:
+            findings.error("config-invalid", error)
+
+
+def _check_data(layers: LayerFiles, layer: int, file: Path, findings: Findings) -> None:
+    try:
+        source, weights = layers.read_whole(layer)
     except FormatUnsupportedError as error:  # sound, but of a kind that only its own reader takes
         findings.note("not-described", error.message, file=file)
     except FormatError as error:

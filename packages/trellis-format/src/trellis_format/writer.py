@@ -6,11 +6,13 @@ renamed; a directory is filled under a temporary name beside its own and renamed
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +154,8 @@ def write_shard(
     except OSError as error:
         raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a path below a file, an error already
+            temporary.unlink(missing_ok=True)
     return size
 
 
@@ -267,7 +270,8 @@ class OutputDirectory:
 
     Raises:
         FormatValueError: if the path is the root; on entering, if the directory is there already, another process
-            writes it, a partial directory has another fingerprint, or something cannot be written.
+            writes it, what has the name of the partial directory is no directory (a link included) or holds files but
+            no journal of this writer, a partial directory has another fingerprint, or something cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fingerprint: str, resumable: bool = False) -> None:
@@ -285,7 +289,7 @@ class OutputDirectory:
             if taken or (self.path.exists() and any(self.path.iterdir())):
                 text = "already exists; name a directory that does not, or an empty one"
                 raise FormatValueError(text, file=self.path)
-            self.partial.mkdir(parents=True, exist_ok=True)
+            self._make_partial()
             self._take_lock()
             self._check_journal()
         except OSError as error:
@@ -336,13 +340,25 @@ class OutputDirectory:
         path = self.file(name)
         temporary = path.with_name(path.name + _PARTIAL)
         try:
-            temporary.write_bytes(data)
+            with temporary.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
             temporary.rename(path)
         except OSError as error:
             raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
 
+    def _make_partial(self) -> None:
+        self.partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.partial.mkdir()
+        except FileExistsError:
+            if not stat.S_ISDIR(self.partial.lstat().st_mode):  # what a link leads to is not this writer's to empty
+                text = f"{self.partial} is in the way: it must be a directory, not a link or a file; remove it"
+                raise FormatValueError(text, file=self.path) from None
+
     def _take_lock(self) -> None:
-        self._lock = os.open(self.partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = os.open(self.partial / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -355,10 +371,15 @@ class OutputDirectory:
 
     def _check_journal(self) -> None:
         journal = self.file(_JOURNAL)
-        if not self._resumable:  # what a killed writer left is of no use
-            for stale in self.partial.iterdir():
-                if stale.name != _LOCK:
-                    stale.unlink()
+        left = sorted(set(os.listdir(self.partial)) - {_LOCK, f"{_JOURNAL}{_PARTIAL}"})
+        if left and (journal.is_symlink() or not journal.is_file()):
+            raise FormatValueError(
+                f"{self.partial} holds {left[0]!r} but no journal of a conversion, so that it is not known to be one's "
+                "own; remove it to start afresh",
+                file=self.path,
+            )
+        if left and not self._resumable:  # what a killed writer left is of no use
+            self._clear(left)
         if journal.exists():
             found = read_json(journal)
             if found != {"fingerprint": self._fingerprint}:
@@ -367,3 +388,21 @@ class OutputDirectory:
                 )
         else:
             self.write_json(_JOURNAL, {"fingerprint": self._fingerprint})
+            self._sync()  # a file that is complete must never lie beside no journal
+
+    def _clear(self, left: Sequence[str]) -> None:
+        for name in left:
+            if stat.S_ISDIR(self.file(name).lstat().st_mode):
+                raise FormatValueError(
+                    f"{self.partial} holds a folder {name!r}, which no writer makes; remove it to start afresh",
+                    file=self.path,
+                )
+        for name in left:
+            self.file(name).unlink()
+
+    def _sync(self) -> None:
+        descriptor = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

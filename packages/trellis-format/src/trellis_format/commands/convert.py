@@ -9,19 +9,18 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from trellis_format.commands.streams import (
-    EXIT_ERRORS,
-    EXIT_OK,
-    EXIT_UNUSABLE,
-    complain,
-    emit,
-    emit_json,
-    progress,
+from trellis_format.commands.streams import EXIT_OK, emit, emit_json, progress, refuse
+from trellis_format.convert import (
+    ASSUMED_BYTES_PER_SECOND,
+    ConvertPlan,
+    check_shards,
+    convert,
+    parse_layers,
+    plan_conversion,
 )
-from trellis_format.convert import ASSUMED_BYTES_PER_SECOND, ConvertPlan, convert, parse_layers, plan_conversion
 from trellis_format.convert_source import open_source
 from trellis_format.detect import CONTAINERS
-from trellis_format.errors import FormatError, FormatUnsupportedError
+from trellis_format.errors import FormatError
 from trellis_format.exl3.names import DEFAULT_PATTERN
 from trellis_format.text import printable
 
@@ -60,8 +59,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code, `EXIT_ERRORS` for what the target cannot hold."""
+    """Run the subcommand; returns the exit code."""
     try:
+        if options.shards is not None:
+            check_shards(options.shards)
         layers = None if options.layers is None else parse_layers(options.layers)
         opened = open_source(options.source, pattern=options.pattern, ignore_index=options.ignore_index)
         with closing(opened) as source:
@@ -77,12 +78,8 @@ def run(options: argparse.Namespace) -> int:
                         shards=options.shards,
                         on_progress=on_progress,
                     )
-    except FormatUnsupportedError as error:
-        complain(str(error))
-        return EXIT_ERRORS
     except FormatError as error:
-        complain(str(error))
-        return EXIT_UNUSABLE
+        return refuse(error, out=options.destination)
     if options.json:
         return emit_json(_object(options, plan), EXIT_OK)
     return emit(lambda: sys.stdout.writelines(f"{line}\n" for line in _lines(options, plan)), EXIT_OK)

@@ -10,11 +10,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from trellis_format.checkpoint import open_checkpoint
-from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, progress
+from trellis_format.commands.streams import EXIT_OK, counted, emit, progress, refuse
 from trellis_format.convert_source import ConvertSource, open_source
 from trellis_format.decoded import StoredLinear, plan_decoded
 from trellis_format.detect import container_of
-from trellis_format.errors import FormatError, FormatValueError
+from trellis_format.errors import FormatArgumentError, FormatError
 from trellis_format.exl3.layers import group_modules
 from trellis_format.exl3.linear import describe_linear
 from trellis_format.text import printable
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out)
     try:
         if out.exists():
-            raise FormatValueError("already exists", file=out)
+            raise FormatArgumentError("already exists", file=out)
         with _opened(options) as linear:
             plan = plan_decoded(linear, dtype=options.dtype, original_basis=options.original_basis)
             metadata = {
@@ -61,8 +61,7 @@ def run(options: argparse.Namespace) -> int:
             with progress("decode") as report:
                 write_shard(out, [plan], metadata=metadata, on_bytes=counted(report, plan.nbytes))
     except FormatError as error:
-        complain(str(error))
-        return EXIT_UNUSABLE
+        return refuse(error, out=out)
     line = f"wrote {printable(str(out))}: {printable(plan.name)} {plan.shape[0]} x {plan.shape[1]} {options.dtype}\n"
     return emit(lambda: sys.stdout.write(line), EXIT_OK)
 
@@ -96,7 +95,7 @@ def _of_container(source: ConvertSource, module: str) -> StoredLinear:
     raise _unknown(source.path, module, known)
 
 
-def _unknown(path: Path, module: str, known: Collection[str]) -> FormatValueError:
+def _unknown(path: Path, module: str, known: Collection[str]) -> FormatArgumentError:
     near = difflib.get_close_matches(module, known, n=1)
     hint = f"nearest: {near[0]}" if near else f"it has {len(known)}"
-    return FormatValueError(f"no linear of this name; {hint}", file=path, tensor=module)
+    return FormatArgumentError(f"no linear of this name; {hint}", file=path, tensor=module)

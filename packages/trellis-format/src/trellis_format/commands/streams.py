@@ -11,12 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
+from trellis_format.errors import FormatArgumentError, FormatError, FormatNotFoundError, FormatUnsupportedError
 from trellis_format.text import printable
 
 __all__ = [
     "EXIT_ERRORS",
+    "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_UNUSABLE",
     "complain",
@@ -25,14 +28,35 @@ __all__ = [
     "emit_json",
     "keep_printing",
     "progress",
+    "refuse",
 ]
 
 EXIT_OK = 0
 """Nothing is wrong."""
 EXIT_ERRORS = 1
-"""A finding is an error."""
+"""A file breaks a rule, or holds what is refused with the reason."""
 EXIT_UNUSABLE = 2
-"""The checkpoint cannot be opened, or the command is used wrongly."""
+"""A path cannot be opened, read or written or holds no checkpoint, or the command is used wrongly."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C, as a shell counts it."""
+
+
+def refuse(error: FormatError, *, out: str | os.PathLike[str] | None = None) -> int:
+    """Write an error to stderr; returns `EXIT_ERRORS` where a file's content is at fault, else `EXIT_UNUSABLE`.
+
+    Args:
+        error: what ended the command.
+        out: the path that was to be written; what is wrong there is no fault of the checkpoint.
+    """
+    complain(str(error))
+    if isinstance(error, FormatArgumentError | FormatNotFoundError) or isinstance(error.__cause__, OSError):
+        return EXIT_UNUSABLE
+    if out is not None and error.file is not None and not isinstance(error, FormatUnsupportedError):
+        target, file = Path(os.path.abspath(out)), Path(os.path.abspath(error.file))
+        partial = target.with_name(f".{target.name}.partial") if target.name else target
+        if {target, partial} & {file, *file.parents}:
+            return EXIT_UNUSABLE
+    return EXIT_ERRORS
 
 
 def emit(write: Callable[[], object], code: int) -> int:

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from trellis_format.codebooks import CODEBOOKS
-from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, emit_json, progress
+from trellis_format.commands.streams import EXIT_OK, EXIT_UNUSABLE, complain, counted, emit, emit_json, progress, refuse
 from trellis_format.detect import CONTAINERS
-from trellis_format.errors import FormatError
+from trellis_format.errors import FormatError, FormatUnsupportedError
 from trellis_format.rates import Rate
 from trellis_format.synth import SynthSpec, plan_synthetic, synth_checkpoint
 from trellis_format.synth_names import NAMINGS
@@ -22,6 +22,7 @@ SCHEMA = "trellis-format/synth"
 """Name of the schema of `--json`."""
 SCHEMA_VERSION = 1
 """Version of that schema."""
+_TOP_K = 2
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--intermediate", type=int, required=True, metavar="CHANNELS", help="width of an expert")
     parser.add_argument("--experts", type=int, required=True, help="routed experts of a layer")
     parser.add_argument("--layers", type=int, default=1, help="layers (default: 1)")
-    parser.add_argument("--top-k", type=int, default=2, help="routes of a token (default: 2, or the experts if fewer)")
+    parser.add_argument("--top-k", type=int, help="routes of a token (default: 2, or the experts if fewer)")
     rates = parser.add_mutually_exclusive_group()
     rates.add_argument("--rate", default="3", metavar="K", help="bits per weight, such as 3 or 2.5 (default: 3)")
     rates.add_argument("--rates", metavar="K,K,...", help="rates to draw from at random")
@@ -67,7 +68,9 @@ def run(options: argparse.Namespace) -> int:
                 synth_checkpoint(options.out, spec, on_bytes=counted(report, total))
             else:
                 total = synth_container(options.out, spec, options.container, on_bytes=counted(report, total))
-    except FormatError as error:
+    except FormatUnsupportedError as error:
+        return refuse(error)
+    except FormatError as error:  # nothing is read, so an argument or the destination is at fault
         complain(str(error))
         return EXIT_UNUSABLE
     tensors = sum(1 for _ in plan_synthetic(spec))
@@ -83,7 +86,7 @@ def _spec(options: argparse.Namespace) -> SynthSpec:
         intermediate=options.intermediate,
         experts=options.experts,
         layers=options.layers,
-        top_k=min(options.top_k, options.experts),
+        top_k=min(_TOP_K, options.experts) if options.top_k is None else options.top_k,
         rates=tuple(Rate.of(word.strip()) for word in (options.rates or options.rate).split(",")),
         mix=options.mix,
         codebook=options.codebook,

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from trellis_format.commands.streams import EXIT_ERRORS, EXIT_OK, EXIT_UNUSABLE, complain, emit, progress
+from trellis_format.commands.streams import EXIT_ERRORS, EXIT_OK, emit, progress, refuse
 from trellis_format.errors import FormatError
 from trellis_format.exl3.names import DEFAULT_PATTERN
 from trellis_format.report import Severity
@@ -14,7 +14,10 @@ from trellis_format.text import printable
 from trellis_format.validate import validate_checkpoint
 from trellis_format.validate_report import ValidateReport
 
-__all__ = ["add_parser", "run"]
+__all__ = ["IGNORE_METHOD_HELP", "add_parser", "run"]
+
+IGNORE_METHOD_HELP = "trust the tensors where a configuration states another quant_method"
+"""Help of the option that several commands have."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="hold a checkpoint to every rule and say what to do about what breaks one",
         description="Hold a checkpoint to every rule: headers and JSON, and with --data what scales and markers hold.",
     )
-    parser.add_argument("path", metavar="PATH", help="folder with safetensors files")
+    parser.add_argument("path", metavar="PATH", help="folder of a checkpoint in any container")
     parser.add_argument("--data", action="store_true", help="read scales, biases, markers and hashes as well")
     parser.add_argument("--json", action="store_true", help="write the report as JSON, and nothing else, to stdout")
     parser.add_argument(
@@ -34,6 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="regular expression of the module name of an expert's linear, with groups layer, expert and projection",
     )
     parser.add_argument("--ignore-index", action="store_true", help="do not compare the shards with the index")
+    parser.add_argument("--ignore-method", action="store_true", help=IGNORE_METHOD_HELP)
     parser.set_defaults(run=run)
 
 
@@ -46,11 +50,11 @@ def run(options: argparse.Namespace) -> int:
                 data=options.data,
                 pattern=options.pattern,
                 ignore_index=options.ignore_index,
+                ignore_method=options.ignore_method,
                 on_progress=on_progress,
             )
     except FormatError as error:
-        complain(str(error))
-        return EXIT_UNUSABLE
+        return refuse(error)
     code = EXIT_ERRORS if report.has_errors else EXIT_OK
     if options.json:
         return emit(lambda: sys.stdout.write(report.to_json() + "\n"), code)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trellis_format.activations import Activation
 from trellis_format.container.layer import ContainerLayer, ContainerPairLayer, check_content, payload_bytes
 from trellis_format.container.manifest import ManifestHead
-from trellis_format.errors import FormatUnsupportedError
+from trellis_format.errors import FormatTypeError, FormatUnsupportedError
 from trellis_format.files.boxes import take_box
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_format.native.config import TrellisConfig, parse_config
@@ -29,6 +29,7 @@ def trellis_from_container(
     *,
     activation: Activation | None = None,
     up_divisor: float | None = None,
+    whole: bool = False,
 ) -> tuple[TrellisSource, TrellisWeights]:
     """Describe a layer of a container without the container.
 
@@ -36,27 +37,27 @@ def trellis_from_container(
         layer: a layer from `read_layer`, or put together in memory.
         activation: the law between the GEMMs, which the container does not state.
         up_divisor: the number by which the stored up projection was divided; the container does not state it.
+        whole: describe a layer to carry, not to compute with: barriers do not matter, and the input vectors of both
+            halves of an intermediate Hadamard are rows of the input scales.
 
     Returns:
         The source and the weights over the layer's extent.
 
     Raises:
-        FormatUnsupportedError: if rates vary over pairs of records ("pair"); names the kinds.  Their rows are no
-            tiles of one rate and would have to be rearranged.
-        FormatTypeError, FormatValueError: as `check_content`; or if the extent crosses the half boundary under an
+        FormatUnsupportedError: if rates vary over pairs of records ("pair"), whose rows are no tiles of one rate.
+        FormatTypeError: if it is no such layer, or as `check_content`.
+        FormatValueError: as `check_content`; or if the extent crosses the half boundary under an
             intermediate Hadamard, or cuts a Hadamard block.
     """
+    if not isinstance(layer, ContainerLayer | ContainerPairLayer):
+        raise FormatTypeError(f"a layer of a container is needed, got {type(layer).__name__}")
     head, rate = layer.head, layer.head.uniform_rate
     if isinstance(layer, ContainerPairLayer) or rate is None:
         kinds = ", ".join(head.rates.pair_kinds or ())
         raise FormatUnsupportedError(f"layer {layer.layer} has pair rates of kinds {kinds}, which are not handled")
-    check_content(layer)
+    check_content(layer, barriers=not whole)
     transform, geometry = _transform(head), head.geometry
-    gate, up = layer.gate_suh, layer.up_suh
-    if transform is not None:
-        tables: tuple[npt.NDArray[np.float16], ...] = ((gate, up)[transform.half(layer.extent)],)
-    else:
-        tables = (gate,) if _same(gate, up) else (gate, up)
+    tables = _inputs(layer, None if whole else transform)
     shared, rates = not head.hadamard.per_expert_input_rotations, RateTable.uniform(rate)
     source = TrellisSource(
         codebook=head.codebook,
@@ -65,16 +66,16 @@ def trellis_from_container(
         layout=CodeLayout.SLOT_MAJOR,
         extent=layer.extent,
         shared_input_scales=shared,
-        joint_input_scales=len(tables) == 1,
+        joint_input_scales=len(tables) == 1 or transform is not None,
         shared_output_scales=shared,
         up_divisor=1.0 if up_divisor is None else up_divisor,
         activation=activation,
         expert_transform=transform,
     )
     rotations = layer.rotations.transpose(1, 2, 0, 3).reshape(geometry.num_experts, 3, layer.extent.width)
-    payload = slice(0, int(payload_bytes(layer)[0]))
+    payload = (slice(0, layer.extent.slot_count), slice(0, int(payload_bytes(layer)[0])))
     weights = TrellisWeights(
-        codes=take_box(layer.codes, (slice(0, layer.extent.slot_count), payload)),
+        codes=take_box(layer.codes, payload),
         rate=rates.rate_bytes(),
         input_scales=np.stack(tables, axis=-2),
         intermediate_scales=np.ascontiguousarray(rotations),
@@ -137,6 +138,14 @@ def _geometry(head: ManifestHead) -> ExpertGeometry:
         padded_hidden_size=hidden,
         padded_intermediate_size=intermediate,
     )
+
+
+def _inputs(layer: ContainerLayer, halves: ExpertTransform | None) -> tuple[npt.NDArray[np.float16], ...]:
+    """The distinct input vectors, or the one of the half that the extent lies in."""
+    gate, up = layer.gate_suh, layer.up_suh
+    if halves is not None:
+        return ((gate, up)[halves.half(layer.extent)],)
+    return (gate,) if _same(gate, up) else (gate, up)
 
 
 def _same(left: npt.NDArray[np.float16], right: npt.NDArray[np.float16]) -> bool:

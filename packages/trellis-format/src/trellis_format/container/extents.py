@@ -33,12 +33,13 @@ def nearest_extents(head: ManifestHead, extent: TrellisExtent) -> list[tuple[int
     return list(itertools.pairwise(cuts))
 
 
-def check_extent(head: ManifestHead, extent: TrellisExtent) -> None:
+def check_extent(head: ManifestHead, extent: TrellisExtent, *, barriers: bool = True) -> None:
     """Accept an extent that a container may be cut to.
 
     Args:
         head: the manifest.
         extent: the share.
+        barriers: whether they count; not to one who carries a layer and computes nothing.
 
     Raises:
         FormatValueError: if it is empty, of another axis, not aligned, or reaches across a barrier; names first slot,
@@ -51,7 +52,8 @@ def check_extent(head: ManifestHead, extent: TrellisExtent) -> None:
             f"{head.geometry.intermediate_size}"
         )
     grain = extent_alignment(head)
-    crossed = [barrier for barrier in sorted(head.layout.extent_barriers) if first < barrier < first + count]
+    every = sorted(head.layout.extent_barriers) if barriers else ()
+    crossed = [barrier for barrier in every if first < barrier < first + count]
     if count == 0:
         rule = "it is empty"
     elif first % grain or count % grain:

@@ -23,7 +23,14 @@ from trellis_format.rate_bytes import unpack_rates
 from trellis_format.rates import TILE
 from trellis_format.signs import check_patterns
 
-__all__ = ["ContainerLayer", "ContainerPairLayer", "check_content", "check_shapes", "payload_bytes"]
+__all__ = [
+    "ContainerLayer",
+    "ContainerPairLayer",
+    "check_content",
+    "check_shapes",
+    "least_payload_bytes",
+    "payload_bytes",
+]
 
 _Half = npt.NDArray[np.float16]
 _HIDDEN_TABLES = ("gate_suh", "up_suh", "down_svh")
@@ -96,6 +103,14 @@ class ContainerPairLayer(_Content):
         return sorted(self.head.rates.pair_kinds or ())
 
 
+def least_payload_bytes(head: ManifestHead) -> int:
+    """Bytes of a row of codes that are tiles: all of them with one rate, the fewest that kinds of pairs allow else."""
+    rate, geometry = head.uniform_rate, head.geometry
+    kinds = [unpack_rates(PAIR_KINDS[kind]) for kind in head.rates.pair_kinds or ()] if rate is None else [(rate, rate)]
+    least = min(sum(part.tile_bytes for part in planes) for planes in kinds)
+    return geometry.num_experts * 3 * (geometry.hidden_size // TILE) * least
+
+
 def payload_bytes(content: ContainerLayer | ContainerPairLayer) -> npt.NDArray[np.int64]:
     """`[slots] int64`: bytes of each row of codes that are tiles; the rest is padding.
 
@@ -104,10 +119,8 @@ def payload_bytes(content: ContainerLayer | ContainerPairLayer) -> npt.NDArray[n
     """
     geometry = content.head.geometry
     plane = geometry.hidden_size // TILE  # bytes of a plane for each byte of a tile
-    rate = content.head.uniform_rate
     if not isinstance(content, ContainerPairLayer):
-        size = 0 if rate is None else geometry.num_experts * 3 * plane * 2 * rate.tile_bytes
-        return np.full(content.extent.slot_count, size, dtype=np.int64)
+        return np.full(content.extent.slot_count, least_payload_bytes(content.head), dtype=np.int64)
     bytes_of = np.zeros(256, dtype=np.int64)
     for kind in content.kinds():
         bytes_of[PAIR_KINDS[kind]] = sum(plane * rate.tile_bytes for rate in unpack_rates(PAIR_KINDS[kind]))
@@ -148,11 +161,12 @@ def check_shapes(head: ManifestHead, layer: int, slots: int, arrays: Mapping[str
     hidden = (geometry.hidden_size,) if shared else (geometry.num_experts, geometry.hidden_size)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_HIDDEN_TABLES, hidden)
     shapes["rotations"] = (slots, geometry.num_experts, 3, SLOT)
+    shapes["sign_pattern"] = (geometry.num_experts,)
     for name in ("rates_fc1", "rates_fc2"):
         shapes[name] = (slots // PAIR_SLOTS, geometry.num_experts)
     for name, array in arrays.items():
         dtype = np.dtype(np.float16 if name in _SCALE_TABLES else np.uint8)
-        if name not in ("codes", "sign_pattern") and array.dtype != dtype:
+        if name != "codes" and array.dtype != dtype:
             raise FormatValueError(f"{where}: {name} must be {dtype.name}, got {array.dtype}")
         if name in shapes and array.shape != shapes[name]:
             raise FormatValueError(
@@ -160,8 +174,12 @@ def check_shapes(head: ManifestHead, layer: int, slots: int, arrays: Mapping[str
             )
 
 
-def check_content(content: ContainerLayer | ContainerPairLayer) -> None:
+def check_content(content: ContainerLayer | ContainerPairLayer, *, barriers: bool = True) -> None:
     """Accept a layer that fits its manifest in every number.
+
+    Args:
+        content: the layer.
+        barriers: whether its extent may not reach across one; a layer that is only carried may.
 
     Raises:
         FormatTypeError: if a sign pattern is no array.
@@ -169,7 +187,7 @@ def check_content(content: ContainerLayer | ContainerPairLayer) -> None:
             not wanted, a scale is not finite, rows are short, or padding is not zero.
     """
     head, where = content.head, f"layer {content.layer}"
-    check_extent(head, content.extent)
+    check_extent(head, content.extent, barriers=barriers)
     if isinstance(content.codes, MemoryArray):
         codes = content.codes.read()
         if codes.ndim == 2 and codes.size and codes.strides[1] != codes.itemsize:

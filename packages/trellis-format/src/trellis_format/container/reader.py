@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trellis_format.container.extents import check_extent, whole_extent
-from trellis_format.container.layer import ContainerLayer, ContainerPairLayer, check_shapes
+from trellis_format.container.layer import ContainerLayer, ContainerPairLayer, check_shapes, least_payload_bytes
 from trellis_format.container.manifest import PAIR_SLOTS, Manifest
 from trellis_format.errors import FormatError, FormatTypeError, FormatValueError
 from trellis_format.extent import TrellisExtent
@@ -21,7 +21,7 @@ from trellis_format.files.arrays import ArrayView, MemoryArray
 from trellis_format.files.boxes import take_box
 from trellis_format.files.layer_file import LayerFile
 
-__all__ = ["read_layer"]
+__all__ = ["check_header", "read_layer"]
 
 
 def read_layer(
@@ -42,7 +42,7 @@ def read_layer(
         directory: the container.
         manifest: its manifest.
         layer: index of the layer.
-        extent: the share of the intermediate axis (default: all of it).
+        extent: the share of the intermediate axis (default: the whole file, to which barriers do not matter).
         verify: whether to compare the file's SHA-256 with the manifest's.
         hold_codes: whether to keep the codes in memory; otherwise they stay in the file and are read from it, by
             position, when they are used.
@@ -63,17 +63,11 @@ def read_layer(
         known = ", ".join(map(str, sorted(manifest.geometry.moe_layer_indices)[:16]))
         raise FormatValueError(f"the container has no layer {layer}; its layers: {known}", file=directory)
     share = whole_extent(manifest) if extent is None else extent
-    check_extent(manifest, share)
+    check_extent(manifest, share, barriers=extent is not None)
     entry = manifest.entry(layer)
     file = LayerFile(Path(directory) / entry.file)
     try:
-        file.check_names(manifest.tensor_names())
-        file.check_metadata(manifest.layer_metadata(layer))
-        tensors: dict[str, ArrayView] = dict(file.tensors)
-        try:
-            check_shapes(manifest, layer, manifest.geometry.num_slots, tensors)
-        except FormatValueError as error:
-            raise FormatValueError(error.message, file=file.path) from error
+        check_header(manifest, layer, file)
         rows = {name: _rows(name, share, tensor.shape) for name, tensor in file.tensors.items()}
         part = rows["codes"] if hold_codes else rows.pop("codes")
         arrays = file.load(rows, sha256=entry.sha256 if verify else None)
@@ -83,6 +77,36 @@ def read_layer(
     codes = file.tensors["codes"]
     view = MemoryArray(arrays.pop("codes")) if hold_codes else take_box(codes, (part, slice(0, codes.shape[1])))
     return _content(manifest, layer, share, view, arrays)
+
+
+def check_header(manifest: Manifest, layer: int, file: LayerFile) -> None:
+    """Hold the header of a layer file to the manifest; no data is read.
+
+    Args:
+        manifest: of the container.
+        layer: index of the layer.
+        file: its file.
+
+    Raises:
+        FormatValueError: if names, metadata, dtypes or shapes are others than those that the manifest declares, or rows
+            of codes are shorter than their payload or not a multiple of `row_alignment`.
+    """
+    file.check_names(manifest.tensor_names())
+    file.check_metadata(manifest.layer_metadata(layer))
+    tensors: dict[str, ArrayView] = dict(file.tensors)
+    try:
+        check_shapes(manifest, layer, manifest.geometry.num_slots, tensors)
+        stride, payload = tensors["codes"].shape[1], least_payload_bytes(manifest)
+        alignment, least = manifest.layout.row_alignment, "at least " if manifest.rates.pairs else ""
+        if stride < payload:
+            raise FormatValueError(f"layer {layer}: rows of codes have {stride} bytes, the payload is {least}{payload}")
+        if stride % alignment:
+            raise FormatValueError(
+                f"layer {layer}: rows of codes have {stride} bytes, not a multiple of row_alignment {alignment}; "
+                f"nearest legal: {-(-stride // alignment) * alignment}"
+            )
+    except FormatValueError as error:
+        raise FormatValueError(error.message, file=file.path) from error
 
 
 def _content(

@@ -210,10 +210,7 @@ def write_content(
     head = content.head
     if content.extent != whole_extent(head):
         raise FormatValueError(f"layer {content.layer}: a layer file holds the whole axis, got {content.extent}")
-    unbarred = head.model_copy(update={"layout": head.layout.model_copy(update={"extent_barriers": ()})})
-    kind = type(content)
-    check_content(kind(head=unbarred, layer=content.layer, extent=content.extent, codes=content.codes,
-                       **content.tables()))  # fmt: skip
+    check_content(content, barriers=False)
     shape = (content.codes.shape[0], content.codes.shape[1])
 
     def rows() -> Iterator[npt.NDArray[np.uint8]]:

@@ -15,7 +15,8 @@ from trellis_format.container.layer import ContainerLayer, ContainerPairLayer
 from trellis_format.errors import FormatTypeError, FormatUnsupportedError
 from trellis_format.exl3.layers import Exl3Layer
 from trellis_format.exl3.linear import Exl3Linear
-from trellis_format.extent import BLOCK, TrellisExtent
+from trellis_format.extent import TrellisExtent
+from trellis_format.model_config import true_width
 from trellis_format.rate_table import RateTable
 from trellis_format.source import CodeLayout, ExpertGeometry, Projection, TrellisSource, TrellisWeights
 
@@ -107,16 +108,12 @@ def layer_geometry(layer: Exl3Layer) -> ExpertGeometry:
     down = layer.experts[0][Projection.DOWN]
     return ExpertGeometry(
         num_experts=len(layer.experts),
-        hidden_size=_true_width(down.n, layer.config.hidden_sizes()),
-        intermediate_size=_true_width(down.k, layer.config.expert_widths()),
+        hidden_size=true_width(down.n, layer.config.hidden_sizes()),
+        intermediate_size=true_width(down.k, layer.config.expert_widths()),
         padded_hidden_size=down.n,
         padded_intermediate_size=down.k,
         projections=layer.projections,
     )
-
-
-def _true_width(stored: int, candidates: dict[str, int]) -> int:
-    return next((width for width in candidates.values() if -(-width // BLOCK) * BLOCK == stored), stored)
 
 
 def single_codebook(layer: Exl3Layer) -> str:

@@ -7,6 +7,7 @@ of the two is then not of this model.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,16 +79,17 @@ class DeclaredQuantization:
                 none; names the files, the fields and the tensor.
         """
         for stated in self.of("quant_method"):
+            said = f"{stated.field} = {stated.value!r}"  # the file is the error's
             if example is not None and stated.value != EXL3_METHOD:
                 raise FormatValueError(
-                    f"{stated}, but {example.file} holds {example.entry.name}, an EXL3 trellis "
+                    f"{said}, but {example.file} holds {example.entry.name}, an EXL3 trellis "
                     f"({example.entry.dtype} {list(example.shape)}): quant_method must be {EXL3_METHOD!r}",
                     file=stated.file,
                     tensor=example.entry.name,
                 )
             if example is None and stated.value == EXL3_METHOD:
                 raise FormatValueError(
-                    f"{stated}, but no shard holds an EXL3 trellis (3-D int16 with its vectors)", file=stated.file
+                    f"{said}, but no shard holds an EXL3 trellis (3-D int16 with its vectors)", file=stated.file
                 )
 
     def check_linear(self, linear: Exl3Linear) -> None:
@@ -129,18 +131,15 @@ class DeclaredQuantization:
             stated = entry.get(key)
             if stated is None:
                 continue
-            text = f"0x{stated & 0xFFFFFFFF:08X}" if isinstance(stated, int) else str(stated)
+            text = _hex(stated)
             statement = Statement(text, str(self.storage_file), f"{where}.{key}")
             if codebook is not linear.codebook:
                 raise FormatValueError(
                     f"{statement}, {_found(linear.codebook)}", file=linear.file, tensor=f"{linear.name}.trellis"
                 )
-            if text != f"0x{codebook.multiplier:08X}":
+            if text != _hex(codebook.multiplier):
                 raise FormatValueError(
-                    f"{statement}, codebook {codebook.name} has 0x{codebook.multiplier:08X}: files with another "
-                    "multiplier are refused, since their codes have another meaning",
-                    file=linear.file,
-                    tensor=f"{linear.name}.{marker}",
+                    _other_multiplier(str(statement), codebook), file=linear.file, tensor=f"{linear.name}.{marker}"
                 )
 
 
@@ -151,7 +150,8 @@ def read_declared(checkpoint: Checkpoint) -> DeclaredQuantization:
         checkpoint: an opened checkpoint.
 
     Raises:
-        FormatValueError: if a key that concerns quantisation has the wrong type; names file and key.
+        FormatValueError: if a key that concerns quantisation has the wrong type, or the multiplier of a codebook is
+            another one; names file and key.
     """
     statements: list[Statement] = []
     storage: Mapping[str, Any] = {}
@@ -167,11 +167,41 @@ def read_declared(checkpoint: Checkpoint) -> DeclaredQuantization:
                 raise FormatValueError(f"{where} must be a string, got {type(stated).__name__}", file=file)
             if isinstance(stated, str | int | float):
                 statements.append(Statement(str(stated), file, where))
+        _check_options(value.get("experimental_options"), f"{path}." if path else "", file)
         if "tensor_storage" in value and name == QUANTIZATION_CONFIG_NAME:
             storage, storage_file = value["tensor_storage"], file
             if not isinstance(storage, dict):
                 raise FormatValueError(f"tensor_storage must be an object, got {type(storage).__name__}", file=file)
     return DeclaredQuantization(tuple(statements), storage, storage_file)
+
+
+def _check_options(options: Any, path: str, file: str) -> None:
+    """Hold stated multipliers to the constants: kernels obeyed them when converters of 2025 took them as options."""
+    where = f"{path}experimental_options"
+    if not isinstance(options, dict | None):
+        raise FormatValueError(f"{where} must be an object, got {type(options).__name__}", file=file)
+    for marker, codebook in _MARKED.items():
+        key = f"{marker}_multiplier"
+        stated = (options or {}).get(key)
+        if stated is not None and _hex(stated) != _hex(codebook.multiplier):
+            raise FormatValueError(_other_multiplier(f"{where}.{key} = {_hex(stated)!r}", codebook), file=file)
+
+
+def _hex(multiplier: Any) -> str:
+    """A multiplier as text: integers, also negative ones of 32 bits and such text, as unsigned hexadecimal."""
+    if isinstance(multiplier, str):
+        with contextlib.suppress(ValueError):
+            multiplier = int(multiplier[:32], 0)
+    if isinstance(multiplier, bool) or not isinstance(multiplier, int) or not -(1 << 31) <= multiplier < 1 << 32:
+        return str(multiplier)
+    return f"0x{multiplier & 0xFFFFFFFF:08X}"
+
+
+def _other_multiplier(statement: str, codebook: Codebook) -> str:
+    return (
+        f"{statement}, codebook {codebook.name} has {_hex(codebook.multiplier)}: files with another multiplier are "
+        "refused, since their codes have another meaning"
+    )
 
 
 def _objects(checkpoint: Checkpoint) -> list[tuple[str, Any, str]]:

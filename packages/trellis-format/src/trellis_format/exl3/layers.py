@@ -177,7 +177,8 @@ def build_layer(
         config: the model's configuration.
 
     Raises:
-        FormatValueError: if an expert or a projection is missing or double, or sizes differ.
+        FormatValueError: if an expert or a projection is missing or double, a gate included where the configuration's
+            activation takes one, or sizes differ.
     """
     table: _Table = {}
     for module, name in names.items():
@@ -211,7 +212,8 @@ def _unique_key(checkpoint: Checkpoint, index: int, layers: Iterable[LayerKey]) 
         raise FormatValueError(f"layer {index} has no experts; {text}", file=checkpoint.path)
     if len(main) > 1:
         raise FormatValueError(
-            f"layer {index} has experts under {len(main)} paths: {', '.join(key.prefix for key in main)}; name one",
+            f"layer {index} has experts under {len(main)} paths: {', '.join(key.prefix for key in main)}; name one: "
+            "--pattern can match one of them alone, and in Python a LayerKey stands for the index",
             file=checkpoint.path,
         )
     return main[0]
@@ -232,15 +234,19 @@ def _check_complete(path: Path, key: LayerKey, table: _Table, config: ModelConfi
     declared = config.expert_count()
     count = max(declared or 0, max(table) + 1)
     present = {projection for row in table.values() for projection in row}
-    needed = [projection for projection in Projection if projection in present | {Projection.UP, Projection.DOWN}]
+    law = config.activation() if Projection.GATE not in present else None
+    gated = {Projection.GATE} if law is not None and law.gated else set()
+    wanted = present | gated | {Projection.UP, Projection.DOWN}
+    needed = [projection for projection in Projection if projection in wanted]
     for projection in needed:
         having = {index for index, row in table.items() if projection in row}
         if len(having) < count:
             absent = next(index for index in range(count) if index not in having)
+            why = f"; {CONFIG_NAME} {config.activation_key()} takes a gate" if projection in gated else ""
             source = f"config.json declares {declared}" if declared == count else f"the highest index is {max(table)}"
             raise FormatValueError(
                 f"layer {key.index}: expert {absent} has no {projection} linear; {len(having)} of {count} experts have "
-                f"one ({source})",
+                f"one ({source}{why})",
                 file=path,
                 tensor=key.prefix,
                 numbers={"observed": len(having), "expected": count},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trellis_format.errors import FormatUnsupportedError, FormatValueError
+from trellis_format.errors import FormatArgumentError, FormatUnsupportedError, FormatValueError
 from trellis_format.source import Projection
 
 __all__ = ["DEFAULT_PATTERN", "PROJECTION_NAMES", "ExpertName", "compile_pattern", "match_expert"]
@@ -53,15 +53,15 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
             optionally prefix.
 
     Raises:
-        FormatValueError: if it is not a regular expression or lacks a group.
+        FormatArgumentError: if it is not a regular expression or lacks a group.
     """
     try:
         compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:  # the latter two of a count or a nesting out of reach
-        raise FormatValueError(f"pattern {pattern[:200]!r} is not a regular expression: {error}") from error
+        raise FormatArgumentError(f"pattern {pattern[:200]!r} is not a regular expression: {error}") from error
     lacking = {"layer", "expert", "projection"} - set(compiled.groupindex)
     if lacking:
-        raise FormatValueError(f"pattern {pattern!r} lacks the groups {', '.join(sorted(lacking))}")
+        raise FormatArgumentError(f"pattern {pattern!r} lacks the groups {', '.join(sorted(lacking))}")
     return compiled
 
 

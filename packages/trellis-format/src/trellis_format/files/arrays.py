@@ -142,7 +142,7 @@ class ShardReader:
         Raises:
             FormatValueError: as `read_into`.
         """
-        descriptor, read, done = self._open(), os.preadv, 0
+        descriptor, read, offset, done = self._open(), os.preadv, 0, 0
         try:
             for offset in offsets:
                 if length and read(descriptor, (part := out[done : done + length],), offset) != length:
@@ -218,7 +218,7 @@ class FileArray(ArrayView):
         """
         self._check_dtype()
         flat = np.empty(self.nbytes, dtype=np.uint8)
-        self._reader.read_into(self.entry.begin, memoryview(flat), self.entry.name)
+        self._reader.read_into(self.entry.begin, flat.data, self.entry.name)
         return flat.view(self.dtype).reshape(self.shape)
 
     def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
@@ -232,7 +232,7 @@ class FileArray(ArrayView):
         if not out.size:
             return
         offsets, length = self._runs(box)
-        self._reader.read_runs(offsets, length, memoryview(out), self.entry.name)
+        self._reader.read_runs(offsets, length, out.data, self.entry.name)
 
     def read_chunks(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of the tensor in order, in fresh arrays of at most `size` bytes; any dtype.
@@ -242,7 +242,7 @@ class FileArray(ArrayView):
         """
         for begin in range(0, self.nbytes, size):
             chunk = np.empty(min(size, self.nbytes - begin), dtype=np.uint8)
-            self._reader.read_into(self.entry.begin + begin, memoryview(chunk), self.entry.name)
+            self._reader.read_into(self.entry.begin + begin, chunk.data, self.entry.name)
             yield chunk
 
     def _check_dtype(self) -> None:

@@ -111,15 +111,15 @@ class LayerFile:
             self._stream(ranges, sha256)
         else:
             for begin, flat, name in ranges:
-                self._reader.read_into(begin, memoryview(flat), name)
+                self._reader.read_into(begin, flat.data, name)
         return arrays
 
     def _stream(self, ranges: list[tuple[int, npt.NDArray[np.uint8], str]], expected: str) -> None:
         digest, piece = hashlib.sha256(), np.empty(min(_PIECE_BYTES, self._size), dtype=np.uint8)
         for first in range(0, self._size, _PIECE_BYTES):
             part = piece[: min(_PIECE_BYTES, self._size - first)]
-            self._reader.read_into(first, memoryview(part), "")
-            digest.update(part)
+            self._reader.read_into(first, part.data, "")
+            digest.update(part.data)
             for begin, flat, _ in ranges:
                 low, high = max(begin, first), min(begin + flat.size, first + part.size)
                 if low < high:

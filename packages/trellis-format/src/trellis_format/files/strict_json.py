@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trellis_format.errors import FormatNotFoundError, FormatValueError
+from trellis_format.errors import FormatError, FormatNotFoundError, FormatValueError
 
 __all__ = ["MAX_JSON_BYTES", "MAX_JSON_DEPTH", "parse_json", "read_json"]
 
@@ -54,8 +54,8 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
     """
     file = Path(path)
     try:
-        if not file.is_file():
-            raise FormatNotFoundError("no such file", file=file)
+        if not file.is_file():  # before it is opened: a pipe would wait, a device never end
+            raise _not_a_file(file)
         size = file.stat().st_size
         if size > max_bytes:
             raise FormatValueError(f"JSON of {size} bytes exceeds the bound of {max_bytes} bytes", file=file)
@@ -93,6 +93,15 @@ def parse_json(data: bytes, *, file: str | os.PathLike[str] | None = None) -> An
     return value
 
 
+def _not_a_file(file: Path) -> FormatError:
+    if file.exists():
+        kind = "directory" if file.is_dir() else "device or pipe"
+        return FormatValueError(f"not a regular file but a {kind}", file=file)
+    if file.is_symlink():
+        return FormatNotFoundError("a link to a file that is not there", file=file)
+    return FormatNotFoundError("no such file", file=file)
+
+
 class _Counter:
     """Counts the keys of parsed objects."""
 
@@ -123,7 +132,8 @@ def _parse(data: bytes, file: str | os.PathLike[str] | None, hooks: dict[str, An
     except UnicodeDecodeError as error:
         raise FormatValueError(f"not UTF-8 at byte {error.start}", file=file) from error
     except json.JSONDecodeError as error:
-        raise FormatValueError(f"not JSON: {error.msg} at byte {error.pos}", file=file) from error
+        fault, place = error.msg.rstrip(": ").removesuffix(" at"), len(error.doc[: error.pos].encode())
+        raise FormatValueError(f"not JSON: {fault} at byte {place}", file=file) from error
     except RecursionError as error:
         raise FormatValueError(f"JSON nests deeper than {MAX_JSON_DEPTH}", file=file) from error
 

@@ -171,11 +171,16 @@ def rates_of(
     return table
 
 
-def trellis_from_native(layer: NativeLayer) -> tuple[TrellisSource, TrellisWeights]:
+def trellis_from_native(
+    layer: NativeLayer, *, activation: Activation | None = None, whole: bool = False
+) -> tuple[TrellisSource, TrellisWeights]:
     """Describe a native layer without its container.
 
     Args:
         layer: a layer from `read_layer`, or put together in memory.
+        activation: overrides the law between the GEMMs that the layer states.
+        whole: describe a layer that is to be carried, not computed with: under an intermediate Hadamard with two
+            input vectors both are rows of the input scales, each for its half of the slots.
 
     Returns:
         The source and the weights over the layer's extent; codes are a view, and scales too where they have no gains.
@@ -198,7 +203,7 @@ def trellis_from_native(layer: NativeLayer) -> tuple[TrellisSource, TrellisWeigh
     )  # fmt: skip
     outputs, _ = resolve_scales(Boundary.OUTPUT, layer.output_scales, scale.output_scales, experts, 1, hidden)
     transform = config.expert_transform()
-    if transform is not None and inputs.shape[-2] == 2:
+    if transform is not None and inputs.shape[-2] == 2 and not whole:
         half = transform.half(layer.extent)
         inputs = inputs[..., half : half + 1, :]
     source = source_of(
@@ -208,10 +213,10 @@ def trellis_from_native(layer: NativeLayer) -> tuple[TrellisSource, TrellisWeigh
         uniform_bits=layer.uniform_bits,
         extent=layer.extent,
         shared_input_scales=shared,
-        joint_input_scales=inputs.shape[-2] == 1,
+        joint_input_scales=inputs.shape[-2] == 1 or transform is not None,
         biased=tuple(name for name in geometry.projections if name in layer.biases),
         up_divisor=layer.up_divisor,
-        activation=layer.activation,
+        activation=activation or layer.activation,
     )
     _check_codes(source, layer.codes)
     _check_signs(source, layer.expert_sign_patterns)

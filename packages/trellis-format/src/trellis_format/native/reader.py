@@ -19,12 +19,12 @@ from trellis_format.files.boxes import take_box
 from trellis_format.files.layer_file import LayerFile
 from trellis_format.native.layer import NativeLayer, rates_of
 from trellis_format.native.manifest import NativeManifest
-from trellis_format.native.scales import Boundary, ScaleFactors
+from trellis_format.native.scales import Boundary, ScaleFactors, check_scale_shapes
 from trellis_format.rates import Rate
 from trellis_format.slots import section_bytes
 from trellis_format.source import Projection
 
-__all__ = ["read_layer"]
+__all__ = ["check_header", "read_layer"]
 
 
 def read_layer(
@@ -66,9 +66,7 @@ def read_layer(
     share = _share(manifest, extent)
     file = LayerFile(Path(directory) / entry.file)
     try:
-        file.check_names(manifest.tensor_names(entry.biased))
-        file.check_metadata(manifest.layer_metadata(layer))
-        _check_header(manifest, file)
+        check_header(manifest, layer, file)
         rows = {name: slice(0, tensor.shape[0]) for name, tensor in file.tensors.items() if tensor.shape}
         rows["codes"] = slice(share.first_slot, share.first_slot + share.slot_count)
         part = rows["codes"] if hold_codes else rows.pop("codes")
@@ -92,8 +90,23 @@ def _share(manifest: NativeManifest, extent: TrellisExtent | None) -> TrellisExt
     return share
 
 
-def _check_header(manifest: NativeManifest, file: LayerFile) -> None:
-    """Hold what is large to the manifest before anything is allocated; the rest is bounded by the tables' shapes."""
+def check_header(manifest: NativeManifest, layer: int, file: LayerFile) -> None:
+    """Hold the header of a layer file to the manifest; only the rate bytes are read.
+
+    What is large is held before anything is allocated; the rest is bounded by the tables' shapes.
+
+    Args:
+        manifest: of the checkpoint.
+        layer: index of a layer that it lists.
+        file: its file.
+
+    Raises:
+        FormatUnsupportedError: if rates come in groups, or transforms are not handled.
+        FormatValueError: if names, metadata, dtypes or shapes are others than those that the manifest declares, a rate
+            byte is illegal, or rows of codes are not exactly their payload.
+    """
+    file.check_names(manifest.tensor_names(manifest.layers[str(layer)].biased))
+    file.check_metadata(manifest.layer_metadata(layer))
     geometry = manifest.geometry.geometry()
     experts, projections = geometry.num_experts, len(geometry.projections)
     slots = geometry.padded_intermediate_size // SLOT
@@ -109,7 +122,32 @@ def _check_header(manifest: NativeManifest, file: LayerFile) -> None:
             raise _refuse(tensor, f"shape {list(tensor.shape)} is larger than any table of {experts} experts can be")
         elif not tensor.shape:
             raise _refuse(tensor, "a scalar is stored as [1]")
+    _check_tables(manifest, file)
     _check_row(manifest, file)
+
+
+def _check_tables(manifest: NativeManifest, file: LayerFile) -> None:
+    geometry = manifest.geometry.geometry()
+    experts, projections = geometry.num_experts, len(geometry.projections)
+    hidden, middle = geometry.padded_hidden_size, geometry.padded_intermediate_size
+    sizes = {
+        Boundary.INPUT: (projections - 1, hidden),
+        Boundary.INTERMEDIATE: (projections, middle),
+        Boundary.OUTPUT: (1, hidden),
+    }
+    for name, declared in manifest.config.scale:
+        parts = {part: file.tensors.get(f"{name}.{part}") for part in ("vectors", "gains")}
+        shapes = {part: tensor.shape for part, tensor in parts.items() if tensor is not None}
+        try:
+            check_scale_shapes(Boundary(name), shapes, declared, experts, *sizes[Boundary(name)])
+        except FormatValueError as error:
+            raise FormatValueError(error.message, file=file.path) from error
+    rows = {"expert_sign_patterns": (experts,), "bias.gate": (experts, middle), "bias.up": (experts, middle),
+            "bias.down": (experts, hidden)}  # fmt: skip
+    for name, shape in rows.items():
+        if name in file.tensors and file.tensors[name].shape != shape:
+            found = list(file.tensors[name].shape)
+            raise _refuse(file.tensors[name], f"{name} must have shape {list(shape)}, got {found}")
 
 
 def _check_row(manifest: NativeManifest, file: LayerFile) -> None:

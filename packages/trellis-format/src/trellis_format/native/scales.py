@@ -6,6 +6,7 @@ and never decide, because with one expert they coincide.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,7 +17,7 @@ from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.files.host import as_array
 from trellis_format.native.config import BoundaryConfig
 
-__all__ = ["Boundary", "ScaleFactors", "resolve_scales"]
+__all__ = ["Boundary", "ScaleFactors", "check_scale_shapes", "resolve_scales"]
 
 _Half = npt.NDArray[np.float16]
 
@@ -88,27 +89,56 @@ def resolve_scales(
         wanted = "none are declared" if declared.gains == "none" else f"{declared.gains} gains are declared"
         raise FormatValueError(f"{boundary}: gains are {'missing' if factors.gains is None else 'given'}, but {wanted}")
     own_vectors, own_gains = declared.vectors == "per_expert", declared.gains == "per_expert"
+    shapes = {"vectors": factors.vectors.shape}
+    if factors.gains is not None:
+        shapes["gains"] = factors.gains.shape
+    check_scale_shapes(boundary, shapes, declared, num_experts, rows, channels)
     lead = (num_experts,) if own_vectors else ()
-    legal = [(*lead, rows, channels)]
-    if boundary is not Boundary.INTERMEDIATE:
-        legal.append((*lead, channels))
-    vectors = factors.vectors
-    if vectors.shape not in legal:
-        raise _misfit(boundary, "vectors", declared.vectors, vectors.shape, legal)
-    _check_finite(boundary, "vectors", vectors)
-    vectors = vectors.reshape(*lead, -1, channels)
+    _check_finite(boundary, "vectors", factors.vectors)
+    vectors = factors.vectors.reshape(*lead, -1, channels)
     if factors.gains is None:
         return vectors, not own_vectors
     _check_finite(boundary, "gains", factors.gains)
     lead = (num_experts,) if own_gains else ()
-    legal = [lead, (*lead, rows)] if own_gains else [(), (1,), (rows,)]
-    if factors.gains.shape not in legal:
-        raise _misfit(boundary, "gains", declared.gains, factors.gains.shape, legal)
     gains = factors.gains.reshape(*lead, -1, 1)
     with np.errstate(over="ignore"):
         product: _Half = vectors * gains
     _check_finite(boundary, "vectors * gains", product)
     return product, not (own_vectors or own_gains)
+
+
+def check_scale_shapes(
+    boundary: Boundary,
+    shapes: Mapping[str, tuple[int, ...]],
+    declared: BoundaryConfig,
+    num_experts: int,
+    rows: int,
+    channels: int,
+) -> None:
+    """Accept the shapes of what a boundary stores; no data is needed.
+
+    Args:
+        boundary: where.
+        shapes: of `vectors`, and of `gains` where there are any.
+        declared: what the configuration says about it.
+        num_experts: experts of the layer.
+        rows: rows of the boundary, as `resolve_scales` takes them.
+        channels: channels of a row.
+
+    Raises:
+        FormatValueError: if a shape does not fit what is declared; names boundary, observed and legal shapes.
+    """
+    lead = (num_experts,) if declared.vectors == "per_expert" else ()
+    legal = [(*lead, rows, channels)]
+    if boundary is not Boundary.INTERMEDIATE:
+        legal.append((*lead, channels))
+    if shapes["vectors"] not in legal:
+        raise _misfit(boundary, "vectors", declared.vectors, shapes["vectors"], legal)
+    if "gains" in shapes:
+        lead = (num_experts,)
+        legal = [lead, (*lead, rows)] if declared.gains == "per_expert" else [(), (1,), (rows,)]
+        if shapes["gains"] not in legal:
+            raise _misfit(boundary, "gains", declared.gains, shapes["gains"], legal)
 
 
 def _misfit(

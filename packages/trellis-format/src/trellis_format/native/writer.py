@@ -116,7 +116,7 @@ def write_layer(
     inputs = _own_rows(weights.input_scales, source.shared_input_scales, scale.input_scales.vectors, experts)
     arrays: _Arrays = {
         "rate": _rate_tensor(head, source),
-        "input_scales.vectors": inputs[..., 0, :] if source.joint_input_scales else inputs,
+        "input_scales.vectors": inputs[..., 0, :] if source.joint_input_scales and inputs.shape[-2] == 1 else inputs,
         "intermediate_scales.vectors": weights.intermediate_scales,
         "output_scales.vectors": _own_rows(
             weights.output_scales, source.shared_output_scales, scale.output_scales.vectors, experts
