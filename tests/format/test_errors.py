@@ -16,6 +16,7 @@ from trellis_format.errors import (
     FormatUnsupportedError,
     FormatValueError,
     bounded,
+    in_file,
 )
 
 PAIRS = [
@@ -78,3 +79,11 @@ def test_a_message_of_many_values_is_cut_as_a_whole() -> None:
     assert "characters)" in bounded(long)
     whole = "x" * MAX_VALUE_CHARACTERS
     assert bounded(f"{whole} y") == f"{whole} y"
+
+
+def test_a_file_is_named_once() -> None:
+    with pytest.raises(FormatValueError, match=r"^a/b: t: 3 is not 4$") as caught, in_file("a/b"):
+        raise FormatValueError("3 is not 4", tensor="t", numbers={"observed": 3})
+    assert (caught.value.file, caught.value.tensor, caught.value.numbers) == ("a/b", "t", {"observed": 3})
+    with pytest.raises(FormatValueError, match=r"^c: 3$"), in_file("a/b"):
+        raise FormatValueError("3", file="c")

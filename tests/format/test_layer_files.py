@@ -15,6 +15,7 @@ from trellis_format.activations import Activation
 from trellis_format.convert import convert
 from trellis_format.convert_source import open_source
 from trellis_format.errors import FormatError, FormatValueError
+from trellis_format.files import read_header
 from trellis_format.files.layer_file import file_sha256
 from trellis_format.layer_files import LayerFiles, open_layer_files
 
@@ -74,3 +75,18 @@ def test_a_manifest_must_be_there_and_sound(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"kind": "other"}))
         with pytest.raises(FormatError, match="kind"):
             open_layer_files(tmp_path, container)
+
+
+def test_a_value_that_breaks_a_rule_names_its_file(files: LayerFiles) -> None:
+    path = files.path / files.names[7]
+    tensors = load_file(path)
+    metadata = read_header(path).metadata
+    name = "gate_suh" if "gate_suh" in tensors else next(key for key in tensors if "input" in key)
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, path, metadata)
+    with pytest.raises(FormatValueError, match="finite") as caught:
+        files.read(7, verify=False)
+    assert caught.value.file == str(path)
+    with closing(open_source(files.path)) as opened, pytest.raises(FormatValueError, match="finite") as caught:
+        opened.read_layer(7, verify=False)
+    assert caught.value.file == str(path)

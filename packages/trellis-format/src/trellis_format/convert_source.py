@@ -18,7 +18,7 @@ from trellis_format.container import reader as container_reader
 from trellis_format.container.adapter import trellis_from_container
 from trellis_format.convert_names import NAMES_FILE, LayerNames, default_names, names_of, read_names
 from trellis_format.detect import container_of
-from trellis_format.errors import FormatUnsupportedError
+from trellis_format.errors import FormatUnsupportedError, in_file
 from trellis_format.exl3.adapter import trellis_from_exl3
 from trellis_format.exl3.layers import Exl3Layer, LayerKey, find_layer, find_layers
 from trellis_format.exl3.linear import LINEAR_SUFFIXES, describe_linear
@@ -196,7 +196,9 @@ class _ContainerSource(_LayerFileSource):
 
     def read_layer(self, layer: int, *, verify: bool = True) -> tuple[TrellisSource, TrellisWeights]:
         content = container_reader.read_layer(self.path, self._manifest, layer, verify=verify, hold_codes=False)
-        return trellis_from_container(content, activation=self._activation(), whole=True)
+        activation = self._activation()
+        with in_file(self.path / self._manifest.entry(layer).file):
+            return trellis_from_container(content, activation=activation, whole=True)
 
     def _activation(self) -> Activation | None:
         """What the model's configuration beside the container says; the container has no field for it."""
@@ -220,7 +222,8 @@ class _NativeSource(_LayerFileSource):
                     file=self.path,
                 )
         content = native_reader.read_layer(self.path, self._manifest, layer, verify=verify, hold_codes=False)
-        return trellis_from_native(content, whole=True)
+        with in_file(self.path / self._manifest.layers[str(layer)].file):
+            return trellis_from_native(content, whole=True)
 
 
 def open_source(

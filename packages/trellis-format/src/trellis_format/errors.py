@@ -7,7 +7,8 @@ something that is well formed but not supported, and a path that is not there.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "FormatUnsupportedError",
     "FormatValueError",
     "bounded",
+    "in_file",
 ]
 
 
@@ -83,6 +85,21 @@ class FormatNotFoundError(FormatError, FileNotFoundError):
 
     def __str__(self) -> str:  # OSError would format its (missing) errno instead of the message
         return str(self.args[0])
+
+
+@contextmanager
+def in_file(file: str | PathLike[str]) -> Iterator[None]:
+    """Name a file in errors that know none, such as those of a check that arrays in memory take too.
+
+    Args:
+        file: path of the file that the arrays came from.
+    """
+    try:
+        yield
+    except FormatError as error:
+        if error.file is not None:
+            raise
+        raise type(error)(error.message, file=file, tensor=error.tensor, numbers=error.numbers) from error
 
 
 def bounded(message: str) -> str:

@@ -19,7 +19,7 @@ from trellis_format.container import reader as container_reader
 from trellis_format.container.adapter import trellis_from_container
 from trellis_format.container.extents import extent_alignment
 from trellis_format.container.layer import ContainerPairLayer, check_content
-from trellis_format.errors import FormatError, FormatUnsupportedError, FormatValueError
+from trellis_format.errors import FormatError, FormatUnsupportedError, FormatValueError, in_file
 from trellis_format.extent import BLOCK_SLOTS, SLOT, TrellisExtent
 from trellis_format.files.layer_file import LayerFile
 from trellis_format.native import manifest as native_manifest
@@ -226,13 +226,15 @@ class _ContainerFiles(LayerFiles):
         verify: bool = True,
     ) -> tuple[TrellisSource, TrellisWeights]:
         content = container_reader.read_layer(self.path, self._manifest, layer, extent, verify=verify, hold_codes=False)
-        return trellis_from_container(content, activation=activation)
+        with in_file(self.path / self.names[layer]):
+            return trellis_from_container(content, activation=activation)
 
     def read_whole(self, layer: int) -> tuple[TrellisSource, TrellisWeights]:
         content = container_reader.read_layer(self.path, self._manifest, layer, hold_codes=False)
-        if isinstance(content, ContainerPairLayer):  # which the adapter refuses unseen
-            check_content(content, barriers=False)
-        return trellis_from_container(content, whole=True)
+        with in_file(self.path / self.names[layer]):
+            if isinstance(content, ContainerPairLayer):  # which the adapter refuses unseen
+                check_content(content, barriers=False)
+            return trellis_from_container(content, whole=True)
 
     def _declared(self) -> dict[str, Any]:
         left_out = ("layers", "geometry", "kind")
@@ -303,11 +305,13 @@ class _NativeFiles(LayerFiles):
         verify: bool = True,
     ) -> tuple[TrellisSource, TrellisWeights]:
         content = native_reader.read_layer(self.path, self._manifest, layer, extent, verify=verify, hold_codes=False)
-        return trellis_from_native(content, activation=activation)
+        with in_file(self.path / self.names[layer]):
+            return trellis_from_native(content, activation=activation)
 
     def read_whole(self, layer: int) -> tuple[TrellisSource, TrellisWeights]:
         content = native_reader.read_layer(self.path, self._manifest, layer, hold_codes=False)
-        return trellis_from_native(content, whole=True)
+        with in_file(self.path / self.names[layer]):
+            return trellis_from_native(content, whole=True)
 
     def _declared(self) -> dict[str, Any]:
         left_out = ("layers", "geometry", "kind", "activation")
