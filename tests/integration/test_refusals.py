@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Callable[[Case], object], tuple[str, ...]]] = {
     "config of wrong type": (state(hidden_size="128"), ("config.json: hidden_size", "'128'")),
     # linears
     "both markers": (put(f"{UP}.mcg", MARKER), (f"{{folder}}/{SHARD}", UP, "mcg and mul1", "at most one")),
-    "wrong multiplier": (put(f"{UP}.mul1", MARKER + 2), (f"{SHARD}: {UP}.mul1", "0x83DCD12F", "0x83DCD12D")),
+    "wrong multiplier": (put(f"{UP}.mul1", np.asarray(MARKER + 2, np.int32)), (f"{SHARD}: {UP}.mul1", "0x83DCD12F", "0x83DCD12D")),
     "marker of a vector": (put(f"{UP}.mul1", MARKER.reshape(1)), (f"{UP}.mul1", "scalar", "[1]")),
     "width": (put(f"{UP}.trellis", TRELLIS), (f"{SHARD}: {UP}.trellis", "41", "16*K")),
     "half rate": (half_rate_of_mcg, (SHARD, ".trellis", "2.5", "mcg")),
