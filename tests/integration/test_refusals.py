@@ -169,6 +169,7 @@ def with_index(*changes: Callable[[Case], object], shards: int = 1) -> Callable[
 
 TRELLIS = np.zeros((HIDDEN // 16, INTERMEDIATE // 16, 41), np.int16)
 MARKER = np.array(0x83DCD12D, np.uint32)
+WRONG_MARKER = np.asarray(MARKER + 2, MARKER.dtype)
 SHARD = "model/model.safetensors"
 REFUSED: dict[str, tuple[Callable[[Case], object], tuple[str, ...]]] = {
     # the checkpoint's directory
@@ -188,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[Case], object], tuple[str, ...]]] = {
     "config of wrong type": (state(hidden_size="128"), ("config.json: hidden_size", "'128'")),
     # linears
     "both markers": (put(f"{UP}.mcg", MARKER), (f"{{folder}}/{SHARD}", UP, "mcg and mul1", "at most one")),
-    "wrong multiplier": (put(f"{UP}.mul1", np.asarray(MARKER + 2, np.int32)), (f"{SHARD}: {UP}.mul1", "0x83DCD12F", "0x83DCD12D")),
+    "wrong multiplier": (put(f"{UP}.mul1", WRONG_MARKER), (f"{SHARD}: {UP}.mul1", "0x83DCD12F", "0x83DCD12D")),
     "marker of a vector": (put(f"{UP}.mul1", MARKER.reshape(1)), (f"{UP}.mul1", "scalar", "[1]")),
     "width": (put(f"{UP}.trellis", TRELLIS), (f"{SHARD}: {UP}.trellis", "41", "16*K")),
     "half rate": (half_rate_of_mcg, (SHARD, ".trellis", "2.5", "mcg")),
