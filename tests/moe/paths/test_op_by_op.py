@@ -24,8 +24,8 @@ from moe.samples import (
 from trellis_format.activations import Activation
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.source import Projection
+from trellis_kernels import code_banks
 from trellis_moe import prepare_weights
-from trellis_moe.paths.op_by_op import code_banks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RATES = [

@@ -5,7 +5,7 @@ It must not know checkpoints or plans.  Importing it needs neither a GPU nor nvi
 
 from __future__ import annotations
 
-from trellis_kernels.bank import CodeBank
+from trellis_kernels.bank import CodeBank, code_banks
 from trellis_kernels.errors import (
     ColdKernelError,
     KernelError,
@@ -40,6 +40,7 @@ __all__ = [
     "PackedRoutes",
     "activate",
     "backend_for",
+    "code_banks",
     "decode",
     "grouped_gemm",
     "pack_routes",

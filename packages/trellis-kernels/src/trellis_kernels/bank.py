@@ -11,8 +11,9 @@ import torch
 
 from trellis_format.rates import Rate
 from trellis_kernels.errors import KernelValueError
+from trellis_prep import PreparedExperts
 
-__all__ = ["CodeBank"]
+__all__ = ["CodeBank", "code_banks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,3 +54,19 @@ class CodeBank:
             raise KernelValueError(f"expert {expert}: words {first}..{first + count} of {self.words.numel()}")
         tiles = self.words[first : first + count].view(torch.int16)
         return tiles.view(self.k // 16, self.n // 16, rate.tile_words16), rate
+
+
+def code_banks(experts: PreparedExperts) -> tuple[CodeBank, ...]:
+    """The codes of a prepared layer, one bank for each projection in the order of the geometry."""
+    layout = experts.layout
+    return tuple(
+        CodeBank(
+            codebook=experts.source.codebook,
+            k=layout.matrix(index)[0],
+            n=layout.matrix(index)[1],
+            words=experts.codes,
+            descriptors=experts.descriptors[:, index].contiguous(),
+            places=tuple(zip(layout.offsets[:, index].tolist(), layout.half_bits[:, index].tolist(), strict=True)),
+        )
+        for index in range(len(experts.source.geometry.projections))
+    )

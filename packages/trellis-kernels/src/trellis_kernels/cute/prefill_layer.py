@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from trellis_format.source import Projection
-from trellis_kernels.bank import CodeBank
+from trellis_kernels.bank import code_banks
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute.launch import DTYPE_NAMES
 from trellis_kernels.cute.prefill import Window, down_rows, join_rows, make_blocks, make_image, sum_rows
@@ -48,7 +48,7 @@ class PrefillLayer:
         _check_experts(experts, plan)
         _check_scratch(experts, plan, scratch)
         self.experts, self.plan, self.scratch = experts, plan, scratch
-        self._banks = _code_banks(experts)
+        self._banks = code_banks(experts)
         self._parts = _carve(plan, scratch)
         self._packed = PackedRoutes(
             ROW_GROUP,
@@ -177,21 +177,6 @@ class PrefillLayer:
                 raise KernelValueError(f"{name} must start at a multiple of 16 bytes, got {past} past one")
         if tokens > plan.max_tokens:
             raise KernelValueError(f"{tokens} tokens do not fit a capacity of {plan.max_tokens}")
-
-
-def _code_banks(experts: PreparedExperts) -> tuple[CodeBank, ...]:
-    layout = experts.layout
-    return tuple(
-        CodeBank(
-            codebook=experts.source.codebook,
-            k=layout.matrix(index)[0],
-            n=layout.matrix(index)[1],
-            words=experts.codes,
-            descriptors=experts.descriptors[:, index].contiguous(),
-            places=tuple(zip(layout.offsets[:, index].tolist(), layout.half_bits[:, index].tolist(), strict=True)),
-        )
-        for index in range(len(experts.source.geometry.projections))
-    )
 
 
 def _carve(plan: PrefillPlan, scratch: torch.Tensor) -> dict[str, torch.Tensor]:

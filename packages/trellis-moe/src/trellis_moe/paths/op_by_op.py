@@ -12,9 +12,9 @@ import torch
 
 from trellis_format.source import Projection
 from trellis_kernels import (
-    CodeBank,
     PackedRoutes,
     activate,
+    code_banks,
     grouped_gemm,
     pack_routes,
     reduce_routes,
@@ -24,25 +24,9 @@ from trellis_kernels import (
 from trellis_moe.plan import ExecutionPlan
 from trellis_prep import PreparedExperts
 
-__all__ = ["OpByOp", "code_banks"]
+__all__ = ["OpByOp"]
 
 Progress = Callable[[int, int], None]
-
-
-def code_banks(experts: PreparedExperts) -> tuple[CodeBank, ...]:
-    """The kernels' view of each projection's codes."""
-    layout = experts.layout
-    return tuple(
-        CodeBank(
-            codebook=experts.source.codebook,
-            k=layout.matrix(index)[0],
-            n=layout.matrix(index)[1],
-            words=experts.codes,
-            descriptors=experts.descriptors[:, index].contiguous(),
-            places=tuple(zip(layout.offsets[:, index].tolist(), layout.half_bits[:, index].tolist(), strict=True)),
-        )
-        for index in range(len(experts.source.geometry.projections))
-    )
 
 
 class OpByOp:
