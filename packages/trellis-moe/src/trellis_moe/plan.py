@@ -22,7 +22,6 @@ from trellis_prep import plan_layout
 __all__ = ["ExecutionPlan", "WeightPlan", "plan_execution", "plan_weights"]
 
 _FUSED_NAMES = {MoeSmallKey: "moe_small", PrefillPlan: "prefill"}
-_PREFILL_ROWS = 8  # that the many-token path pads an expert's routes to
 _FILL = 0.9  # a block this full on average is not too small: containers' block-row rule
 
 
@@ -151,7 +150,7 @@ def plan_execution(
             routing=routing,
             capacity=capacity,
             device_type=device_type,
-            block_rows=fused.group_rows if isinstance(fused, MoeSmallKey) else _PREFILL_ROWS,
+            block_rows=fused.group_rows,
             backends=((_FUSED_NAMES[type(fused)], "cute"),),
             scratch=fused_scratch(fused, capacity),
             fused=fused,

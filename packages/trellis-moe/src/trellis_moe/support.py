@@ -11,13 +11,13 @@ from trellis_format.codebooks import CODEBOOKS, EXL3_CODEBOOKS
 from trellis_format.container.manifest import CONTAINER_BITS
 from trellis_format.rates import Rate
 from trellis_kernels.cute.archs import ARCHS
+from trellis_kernels.cute.prefill_key import GEMM_ARCH
 from trellis_kernels.layers import fuses
 
 __all__ = ["TESTED_ON", "support_table"]
 
 TESTED_ON = {"sm_90a": "NVIDIA H200"}
 """GPU on which the kernels of a compile target were run; the other targets are compiled and no more."""
-_MANY_TOKENS_ARCH = "sm_90a"  # the many-token path multiplies with `wgmma`
 
 
 def support_table() -> str:
@@ -28,7 +28,7 @@ def support_table() -> str:
         holds = {"EXL3": name in EXL3_CODEBOOKS, "native": True, "exl3-v1": name in CONTAINER_BITS}
         containers = ", ".join(container for container, held in holds.items() if held)
         few = "every target" if fuses(name) else "-"
-        many = _MANY_TOKENS_ARCH if fuses(name) else "-"
+        many = GEMM_ARCH if fuses(name) else "-"
         rows.append((f"`{name}`", rates_text(codebook.legal_rates), containers, "yes", "every target", few, many))
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     targets = "; ".join(f"`{arch}` {_tested(arch)}" for arch in ARCHS)

@@ -22,6 +22,7 @@ __all__ = [
     "BLOCK_ROWS_MOST",
     "ENTRY_WORDS",
     "EPILOGUES",
+    "GEMM_ARCH",
     "ROW_UNIT",
     "SHARED_LIMIT",
     "PrefillGemmKey",
@@ -38,6 +39,8 @@ BLOCK_ROWS_MOST = 128
 """Token rows of a block: the columns of one `wgmma`."""
 ROW_UNIT = 32
 """Rows in which blocks are cut; the product of a block is that many columns wide at a time."""
+GEMM_ARCH = "sm_90a"
+"""The compile target that has `wgmma`."""
 ENTRY_WORDS = 4
 """32-bit words of a row block: expert, first slot, rows, first row of the image."""
 EPILOGUES = ("rows", "down", "join")
@@ -101,8 +104,8 @@ class PrefillGemmKey(KernelKey):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.arch != "sm_90a":
-            raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not sm_90a")
+        if self.arch != GEMM_ARCH:
+            raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not {GEMM_ARCH}")
         for half_bits in self.half_bits:
             get_codebook(self.codebook).check_rate(Rate(half_bits))
         if self.codebook not in ARITHMETIC_CODEBOOKS:

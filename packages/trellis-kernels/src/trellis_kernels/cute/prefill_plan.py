@@ -84,6 +84,11 @@ class PrefillPlan:
     window_slots: int
 
     @property
+    def group_rows(self) -> int:
+        """Rows that an expert's routes are padded to."""
+        return ROW_GROUP
+
+    @property
     def images(self) -> int:
         """Images of rotated rows: one that gate and up share, or one of each."""
         return 2 if self.activation.gated and not self.joint_inputs else 1
