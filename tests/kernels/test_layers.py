@@ -13,7 +13,17 @@ import torch
 from trellis_format.activations import Activation
 from trellis_format.codebooks import CODEBOOKS
 from trellis_kernels import OPS, KernelValueError
-from trellis_kernels.layers import DeviceLimits, device_limits, fuses, op_backends, precompile_layer, scratch_nbytes
+from trellis_kernels.bench.layers import random_source
+from trellis_kernels.layers import (
+    DeviceLimits,
+    device_limits,
+    fuses,
+    launch_scratch,
+    op_backends,
+    plan_prefill,
+    precompile_layer,
+    scratch_nbytes,
+)
 from trellis_kernels.layers import MoeSmallKey as Key
 
 KEY = Key(
@@ -41,6 +51,18 @@ def test_scratch_grows_with_tokens() -> None:
     sizes = [scratch_nbytes(KEY, tokens) for tokens in (1, 2, 9)]
     assert sizes == sorted(set(sizes))
     assert sizes[0] > 2 * (256 * 2 + 128 * 2)  # rotated and joined rows of two routes at least
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_parts_of_scratch_are_all_of_it(tokens: int) -> None:
+    parts = launch_scratch(KEY, tokens)
+    assert sum(parts.values()) == scratch_nbytes(KEY, tokens)
+    assert next(iter(parts)) == "header"
+    assert all(parts.values())
+    source = random_source(experts=3, hidden=256, intermediate=128, codebook="mul1", rates=["2.5"])
+    plan = plan_prefill(source, arch="sm_90a", max_tokens=tokens, top_k=2)
+    assert sum(launch_scratch(plan, tokens).values()) == plan.scratch_nbytes
+    assert launch_scratch(plan, tokens).keys() == plan.scratch_parts.keys()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")

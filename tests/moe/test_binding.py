@@ -23,7 +23,17 @@ from moe.samples import (
     truth,
 )
 from trellis_format.extent import TrellisExtent
-from trellis_moe import Binding, MoeError, MoeTypeError, MoeValueError, bind, prepare_weights
+from trellis_moe import (
+    Binding,
+    ExecutionCapacity,
+    MoeError,
+    MoeTypeError,
+    MoeValueError,
+    bind,
+    plan_execution,
+    plan_weights,
+    prepare_weights,
+)
 from trellis_prep import even_extents
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -92,7 +102,7 @@ def test_threads_change_no_bit(layer: Layer, binding: Binding) -> None:
 def test_a_larger_plan_changes_no_bit(layer: Layer, binding: Binding) -> None:
     routes = make_routes(layer, 6, 3)
     larger = make_binding(layer, make_plan(layer, tokens=500, top_k=3))
-    assert larger.plan.block_rows != binding.plan.block_rows
+    assert larger.plan.variants[-1].block_rows != binding.plan.variants[-1].block_rows
     assert bits(launch(larger, routes)) == bits(launch(binding, routes))
 
 
@@ -297,3 +307,74 @@ def test_bindings_may_share_one_arena_in_turn(layer: Layer) -> None:
         for (each, plan), binding in zip(pairs, bindings, strict=True):
             routes = make_routes(each, 9, 3)
             assert bits(launch(binding, routes)) == bits(launch(make_binding(each, plan), routes))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("map_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("tokens", [4, 60])
+def test_an_expert_map_names_the_ranks_experts(layer: Layer, map_dtype: torch.dtype, tokens: int, device: str) -> None:
+    globals_ = torch.tensor([-1, 4, 2, -1, 0, 1, 3, -1, 2, -7, 5, 1 << 20], dtype=map_dtype)
+    ids = torch.randint(-2, 14, (tokens, 3), generator=torch.Generator().manual_seed(7))
+    known = ids.clamp(0, 11)
+    local = torch.where((ids < 0) | (ids > 11), -1, globals_.long()[known])
+    local = torch.where((local < 0) | (local > 4), -1, local)
+    routes = make_routes(layer, tokens, 3)
+    plan = make_plan(layer, tokens=60, top_k=3, device=device)
+    expected = launch(make_binding(layer, plan), Routes(routes.x, local, routes.weights))
+    experts = prepare_weights(plan.weights, layer.weights, device=device)
+    mapped = bind(plan, experts, expert_map=globals_.to(device))
+    assert bits(launch(mapped, Routes(routes.x, ids, routes.weights))) == bits(expected)
+    assert distance(expected, truth(layer, Routes(routes.x, local, routes.weights))) <= 1e-3
+    mapped.expert_map.fill_(-1)  # type: ignore[union-attr]
+    assert bits(launch(mapped, Routes(routes.x, ids, routes.weights))) == bytes(tokens * 200 * 4)
+
+
+def test_an_expert_map_of_another_length_dtype_or_shape_is_refused(layer: Layer) -> None:
+    capacity = ExecutionCapacity(max_tokens=4, top_k=3, route_experts=8)
+    spec = make_plan(layer).activation
+    plan = plan_execution(plan_weights(layer.source), activation=spec, capacity=capacity)
+    assert "ids of 8 experts through a map" in plan.explain()
+    experts = prepare_weights(plan.weights, layer.weights)
+    bind(plan, experts, expert_map=torch.zeros(8, dtype=torch.int32))
+    for given, kind, words in (
+        (None, MoeValueError, "ids are of 8 experts; a binding needs an expert map of that length"),
+        (torch.zeros(9, dtype=torch.int32), MoeValueError, "has 9 experts, the plan's ids are of 8"),
+        (torch.zeros(8), MoeTypeError, "int32 or torch.int64, got torch.float32"),
+        (torch.zeros(16, dtype=torch.int32)[::2], MoeValueError, "one contiguous axis"),
+        (torch.zeros(2, 4, dtype=torch.int32), MoeValueError, r"one contiguous axis.*\[2, 4\]"),
+        (torch.zeros(0, dtype=torch.int32), MoeValueError, "at least one expert"),
+        (torch.zeros(8, dtype=torch.int32, device="meta"), MoeTypeError, "must be on cpu, got meta"),
+        ([0] * 8, MoeTypeError, "expert_map must be a Tensor, got list"),
+    ):
+        with pytest.raises(kind, match=words):
+            bind(plan, experts, expert_map=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_runs_take_the_launch_of_their_count_and_count_it(layer: Layer, device: str) -> None:
+    capacity = ExecutionCapacity(max_tokens=200, top_k=3, token_counts=(1, 8))
+    plan = plan_execution(
+        plan_weights(layer.source), activation=make_plan(layer).activation, capacity=capacity, device=device
+    )
+    binding = make_binding(layer, plan)
+    assert binding.counters == {1: 0, 8: 0, 200: 0}
+    for tokens in (1, 2, 8, 9, 200, 1):
+        routes = make_routes(layer, tokens, 3)
+        assert distance(launch(binding, routes), truth(layer, routes)) <= 1e-3
+    assert binding.counters == {1: 2, 8: 2, 200: 2}
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 7, 20, 41])
+def test_a_run_that_is_cut_has_the_bits_of_one_launch(layer: Layer, tokens: int) -> None:
+    whole = make_plan(layer, tokens=41, top_k=3)
+    capacity = ExecutionCapacity(max_tokens=41, top_k=3, scratch_bound=whole.required_nbytes() // 6)
+    plan = plan_execution(plan_weights(layer.source), activation=whole.activation, capacity=capacity)
+    assert plan.direct_token_capacity == 6
+    routes, seen = make_routes(layer, tokens, 3), list[tuple[int, int]]()
+    binding = make_binding(layer, plan)
+    out = torch.full((tokens, 200), float("nan"))
+    binding.run(routes.x, routes.ids, routes.weights, out=out, progress=lambda *step: seen.append(step))
+    assert bits(out) == bits(launch(make_binding(layer, whole), routes))
+    assert binding.counters == {6: -(-tokens // 6)}
+    assert seen == sorted(seen)
+    assert seen[-1] in {(4, 4), (4 * tokens, 4 * tokens)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from trellis_moe import (
     ExecutionCapacity,
     ExecutionPlan,
     MoeTypeError,
+    MoeUnsupportedError,
     MoeValueError,
     RoutingSpec,
     ScratchBuffer,
+    Variant,
     WeightPlan,
     plan_execution,
     plan_weights,
@@ -33,7 +36,8 @@ from trellis_prep import PrepValueError, even_extents
 
 NAMES = (
     *(Activation, ActivationSpec, CodeLayout, ExecutionCapacity, ExecutionPlan, ExpertGeometry, Projection, RateTable),
-    *(MoeSmallKey, PrefillPlan, RoutingSpec, ScratchBuffer, Tiling, TrellisExtent, TrellisSource, WeightPlan),
+    *(DeviceLimits, MoeSmallKey, PrefillPlan, RoutingSpec, ScratchBuffer, Tiling, TrellisExtent, TrellisSource),
+    *(Variant, WeightPlan),
 )
 """What a repr of a plan is made of."""
 
@@ -93,7 +97,7 @@ def test_weight_plans_state_the_bytes_that_are_prepared(layer: Layer, world_size
 def test_execution_plans_state_the_bytes_that_are_carved(layer: Layer) -> None:
     plan = make_plan(layer, tokens=11, top_k=2)
     make_binding(layer, plan)  # an arena of exactly the stated bytes serves
-    assert plan.required_nbytes() == sum(-(-buffer.nbytes // 16) * 16 for buffer in plan.scratch)
+    assert plan.required_nbytes() == sum(-(-buffer.nbytes // 16) * 16 for buffer in plan.variants[0].scratch)
 
 
 def test_explain_says_what_will_run(layer: Layer) -> None:
@@ -102,17 +106,20 @@ def test_explain_says_what_will_run(layer: Layer) -> None:
     for words in (
         "5 experts", "codebook mul1", "K = 1, 2.5, 4, 8", "hidden 200 channels, stored 256",
         "intermediate 320 channels, stored 384", "channels 128..256 of 384", "11 tokens x 2 routes",
-        f"blocks of {plan.block_rows} rows", "activation silu", "bfloat16 in", "float16 operands", "float32 out",
+        f"blocks of {plan.variants[0].block_rows} rows", "launch of up to 11 tokens: op_by_op",
+        "not moe_small: the device is a CPU", "not prefill: the device is a CPU", "arithmetic: exact",
+        "activation silu", "bfloat16 in", "float16 operands", "float32 out",
         "deterministic", f"prepared {plan.weights.required_nbytes()} bytes", f"scratch {plan.required_nbytes()} bytes",
-        *(f"{op} on cpu" for op in OPS), *(f"{buffer.name} {buffer.nbytes}" for buffer in plan.scratch),
+        *(f"{op} on cpu" for op in OPS), *(f"{buffer.name} {buffer.nbytes}" for buffer in plan.variants[0].scratch),
     ):  # fmt: skip
         assert words in text, words
 
 
 def test_each_op_has_a_planned_backend(layer: Layer) -> None:
-    plan = make_plan(layer)
-    assert [op for op, _ in plan.backends] == list(OPS)
-    assert {plan.backend(op) for op in OPS} == {"cpu"}
+    (variant,) = make_plan(layer).variants
+    assert [op for op, _ in variant.backends] == list(OPS)
+    assert {variant.backend(op) for op in OPS} == {"cpu"}
+    assert not variant.capturable
     assert make_plan(layer, device="cuda:3").device_type == "cuda"
 
 
@@ -124,8 +131,8 @@ def test_blocks_hold_an_average_expert_up_to_nine_tenths(tokens: int, top_k: int
     layer = make_layer(experts=experts, hidden=128, intermediate=128, rates=("1",))
     average = tokens * top_k / experts
     fitting = [size for size in BLOCK_ROWS if size <= 64 and average < 0.9 * size]
-    assert make_plan(layer, tokens=tokens, top_k=top_k).block_rows == (fitting[0] if fitting else 64)
-    assert make_plan(layer, tokens=tokens, top_k=top_k).block_rows == rows
+    (variant,) = make_plan(layer, tokens=tokens, top_k=top_k).variants
+    assert variant.block_rows == (fitting[0] if fitting else 64) == rows
 
 
 @pytest.mark.parametrize(
@@ -188,7 +195,11 @@ def test_an_empty_share_is_planned_as_such(layer: Layer) -> None:
     plan = make_plan(layer, extent=extent)
     assert plan.weights.extent.width == 0
     assert "channels 128..128 of 384" in plan.explain()
-    assert {buffer.name for buffer in plan.scratch if not buffer.nbytes} == {"gate", "up", "rotated_activation"}
+    assert {buffer.name for buffer in plan.variants[0].scratch if not buffer.nbytes} == {
+        "gate",
+        "up",
+        "rotated_activation",
+    }
 
 
 HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
@@ -196,9 +207,11 @@ HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
 
 def test_fused_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
     plan = plan_execution(plan_weights(layer.source), **declarations(), device="cuda", limits=HOPPER)
-    key = plan.fused
-    assert key is not None
-    assert plan.backends == (("moe_small", "cute"),)
+    (variant,) = plan.variants
+    key = variant.fused
+    assert isinstance(key, MoeSmallKey)
+    assert variant.backends == (("moe_small", "cute"),)
+    assert variant.capturable
     assert (key.hidden, key.padded_hidden, key.width) == (200, 256, 384)
     assert (key.up_rates, key.down_rates) != ((), ())
     assert {*key.up_rates, *key.down_rates} == {2, 5, 8, 16}
@@ -212,8 +225,9 @@ def test_fused_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
 def test_dtypes_of_routes_reach_the_key(layer: Layer) -> None:
     routing = RoutingSpec(id_dtype="int32", weight_dtype="bfloat16")
     plan = plan_execution(plan_weights(layer.source), **declarations(routing=routing), device="cuda", limits=HOPPER)
-    assert plan.fused is not None
-    assert (plan.fused.id_bytes, plan.fused.weight_dtype) == (4, "bfloat16")
+    key = plan.variants[0].fused
+    assert isinstance(key, MoeSmallKey)
+    assert (key.id_bytes, key.weight_dtype) == (4, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +237,8 @@ def test_many_routes_of_an_expert_take_the_path_of_many_tokens(layer: Layer, tok
     assert layer.source.geometry.num_experts == 5
     capacity = ExecutionCapacity(max_tokens=tokens, top_k=3)
     plan = plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=HOPPER)
-    assert type(plan.fused) is kind
-    assert [backend for _, backend in plan.backends] == ["cute"]
+    assert type(plan.variants[0].fused) is kind
+    assert [backend for _, backend in plan.variants[0].backends] == ["cute"]
     assert eval(repr(plan), {kind.__name__: kind for kind in NAMES}) == plan
 
 
@@ -234,8 +248,8 @@ def test_a_bound_cuts_the_scratch_of_many_tokens(layer: Layer) -> None:
         plan = plan_execution(
             plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=HOPPER
         )
-        assert isinstance(plan.fused, PrefillPlan)
-        return plan.fused.scratch_nbytes
+        assert isinstance(plan.variants[0].fused, PrefillPlan)
+        return plan.required_nbytes()
 
     free = needed(None)
     bound = free // 2
@@ -248,11 +262,132 @@ def test_another_architecture_runs_many_tokens_op_by_op(layer: Layer) -> None:
     capacity = ExecutionCapacity(max_tokens=5000, top_k=3)
     ampere = DeviceLimits(arch="sm_80", multiprocessors=108)
     plan = plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device="cuda", limits=ampere)
-    assert plan.fused is None
-    assert [op for op, _ in plan.backends] == list(OPS)
+    assert plan.variants[0].fused is None
+    assert [op for op, _ in plan.variants[0].backends] == list(OPS)
 
 
 def test_a_gpu_that_is_not_known_runs_op_by_op(layer: Layer) -> None:
-    assert make_plan(layer).fused is None
+    assert make_plan(layer).variants[0].fused is None
     if not torch.cuda.is_available():
-        assert make_plan(layer, device="cuda").fused is None
+        assert make_plan(layer, device="cuda").variants[0].fused is None
+
+
+COUNTS = (1, 5, 8, 26, 64)
+
+
+def counted(layer: Layer, *, limits: DeviceLimits | None = HOPPER, **changes: Any) -> ExecutionPlan:
+    """A plan with launches of their own for `COUNTS`, up to 5,000 tokens."""
+    capacity = ExecutionCapacity(**{"max_tokens": 5000, "top_k": 3, "token_counts": COUNTS} | changes)
+    device = "cuda" if limits else "cpu"
+    return plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device=device, limits=limits)
+
+
+@pytest.mark.parametrize("limits", [HOPPER, None], ids=["hopper", "cpu"])
+def test_an_exact_count_has_its_launch_and_others_the_next_larger(layer: Layer, limits: DeviceLimits | None) -> None:
+    plan = counted(layer, limits=limits)
+    assert [variant.tokens for variant in plan.variants] == [*COUNTS, 5000]
+    for tokens in (*range(1, 70), 4999, 5000):
+        expected = min(count for count in (*COUNTS, 5000) if count >= tokens)
+        assert plan.variant_for(tokens).tokens == expected
+        assert plan.cut(tokens) == ((0, tokens, plan.variant_for(tokens)),)
+    for refuse in (plan.variant_for, plan.cut):
+        with pytest.raises(MoeValueError, match="5001 tokens exceed the plan's 5000"):
+            refuse(5001)
+
+
+def test_each_launch_has_the_path_of_its_count(layer: Layer) -> None:
+    plan = counted(layer)
+    assert [variant.path for variant in plan.variants] == ["moe_small"] * 4 + ["prefill"] * 2
+    assert len(set(plan.variants)) == len(plan.variants)
+    assert eval(repr(plan), {kind.__name__: kind for kind in NAMES}) == plan
+    text = plan.explain()
+    assert all(f"launch of up to {variant.tokens} tokens: {variant.path}" in text for variant in plan.variants)
+    assert "may depend on which launch takes it" in text
+    assert "may depend on which launch takes it" not in make_plan(layer).explain()
+
+
+def test_launches_share_one_arena(layer: Layer) -> None:
+    plan = counted(layer)
+    assert plan.required_nbytes() == max(variant.scratch_nbytes for variant in plan.variants)
+    for spec in plan.scratch_specs():
+        assert spec.first % 16 == 0
+        assert spec.first + spec.buffer.nbytes <= plan.required_nbytes()
+    for variant in plan.variants:
+        mine = [spec for spec in plan.scratch_specs() if spec.launch_tokens == variant.tokens]
+        assert tuple(spec.buffer for spec in mine) == variant.scratch
+        assert all(one.first + one.buffer.nbytes <= two.first for one, two in itertools.pairwise(mine))
+
+
+@pytest.mark.parametrize("limits", [HOPPER, DeviceLimits("sm_80", 108), None], ids=["hopper", "ampere", "cpu"])
+@pytest.mark.parametrize("share", [2, 3, 40, 900])
+def test_runs_above_the_largest_launch_are_cut_by_the_plan(
+    layer: Layer, limits: DeviceLimits | None, share: int
+) -> None:
+    free = counted(layer, limits=limits, token_counts=())
+    plan = counted(layer, limits=limits, token_counts=(1, 8), scratch_bound=free.required_nbytes() // share)
+    assert plan.required_nbytes() <= free.required_nbytes() // share
+    direct = plan.direct_token_capacity
+    assert 0 < direct == plan.variants[-1].tokens <= plan.capacity.max_tokens
+    for tokens in (1, 2, 8, 9, direct, direct + 1, 4999, 5000):
+        if tokens > 5000:
+            continue
+        launches = plan.cut(tokens)
+        assert [first for first, _, _ in launches] == list(range(0, tokens, direct))
+        assert sum(count for _, count, _ in launches) == tokens
+        assert all(0 < count <= variant.tokens for _, count, variant in launches)
+    if direct < 5000:
+        assert f"more than {direct} tokens are cut" in plan.explain()
+
+
+def test_a_bound_below_one_token_is_refused_with_both_numbers(layer: Layer) -> None:
+    needed = counted(layer, limits=None, max_tokens=1, token_counts=()).required_nbytes()
+    words = f"bound of {needed - 1} bytes is below the {needed} that one token"
+    with pytest.raises(MoeValueError, match=words):
+        counted(layer, limits=None, scratch_bound=needed - 1)
+    assert counted(layer, limits=None, scratch_bound=needed).direct_token_capacity == 1
+
+
+def test_the_reference_backend_can_be_asked_for(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_execution(plan_weights(layer.source), **declarations(), device="cuda", limits=HOPPER, reference=True)
+    (variant,) = plan.variants
+    assert plan.reference
+    assert (variant.path, {backend for _, backend in variant.backends}) == ("op_by_op", {"cpu"})
+    assert "not moe_small: the reference backend is asked for" in plan.explain()
+    assert plan.compile_keys() == ()
+    monkeypatch.setattr("trellis_moe.plan.reference_asked", lambda: True)
+    assert plan_execution(plan_weights(layer.source), **declarations(), device="cuda", limits=HOPPER) == plan
+
+
+def test_an_order_of_arrival_that_no_launch_has_is_refused_with_the_reasons(layer: Layer) -> None:
+    for limits, words in ((HOPPER, "up to 9 tokens takes moe_small"), (None, "takes op_by_op.*the device is a CPU")):
+        with pytest.raises(MoeValueError, match=f"deterministic_output=False: no launch can.*{words}"):
+            plan_execution(
+                plan_weights(layer.source),
+                **declarations(routing=RoutingSpec(deterministic_output=False)),
+                device="cuda" if limits else "cpu",
+                limits=limits,
+            )
+
+
+def test_products_of_bytes_are_named_by_the_plan(layer: Layer) -> None:
+    spec = ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="bytes")
+    plan = plan_execution(plan_weights(layer.source), **declarations(activation=spec), device="cuda", limits=HOPPER)
+    assert "arithmetic: bytes" in plan.explain()
+    assert [variant.arithmetic for variant in plan.variants] == ["exact"]  # 5.4 routes of an average expert
+    few = plan_execution(
+        plan_weights(layer.source),
+        **declarations(activation=spec, capacity=ExecutionCapacity(max_tokens=2, top_k=3)),
+        device="cuda",
+        limits=HOPPER,
+    )
+    assert [variant.arithmetic for variant in few.variants] == ["bytes"]
+    assert "bytes products" in few.explain()
+    other = plan_weights(make_layer(codebook="mcg").source)
+    with pytest.raises(MoeUnsupportedError, match=r"needs codebook mul1, got mcg.*codebook `mcg`, K 1 to 8"):
+        plan_execution(other, **declarations(activation=spec))
+
+
+def test_a_share_has_its_own_geometry(layer: Layer) -> None:
+    extent = even_extents(384, 3)[1]
+    geometry = plan_weights(layer.source, extent).geometry
+    assert (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size) == (5, 200, 128)

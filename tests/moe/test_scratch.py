@@ -7,7 +7,7 @@ import torch
 
 from moe.samples import LAWS, make_layer, make_plan
 from trellis_moe import MoeError, MoeTypeError, MoeValueError, ScratchBuffer
-from trellis_moe.scratch import ALIGNMENT, carve, op_by_op_scratch, total_bytes
+from trellis_moe.scratch import ALIGNMENT, carve, op_by_op_scratch, place, total_bytes
 
 BUFFERS = (
     ScratchBuffer("ids", "int32", (3,)),
@@ -75,6 +75,14 @@ def test_a_plan_states_the_sum_of_what_its_path_needs(law: object) -> None:
     routes, hidden, width = 21, 256, 384
     branches = 2 if law.gated else 1
     expected = routes * (8 + 8 + 4 + 2 * hidden + branches * 4 * width + 2 * width + 4 * hidden)
-    assert sum(buffer.nbytes for buffer in plan.scratch) == expected
-    assert plan.required_nbytes() == expected + sum(-buffer.nbytes % ALIGNMENT for buffer in plan.scratch)
-    assert plan.scratch == op_by_op_scratch(plan.weights, plan.capacity)
+    (variant,) = plan.variants
+    assert sum(buffer.nbytes for buffer in variant.scratch) == expected
+    assert plan.required_nbytes() == expected + sum(-buffer.nbytes % ALIGNMENT for buffer in variant.scratch)
+    assert variant.scratch == op_by_op_scratch(plan.weights, routes)
+
+
+def test_places_follow_each_other_on_boundaries() -> None:
+    specs = place(8, BUFFERS)
+    assert [spec.buffer for spec in specs] == list(BUFFERS)
+    assert [spec.first for spec in specs] == [0, 16, 48, 48, 64]
+    assert {spec.launch_tokens for spec in specs} == {8}

@@ -15,6 +15,7 @@ from trellis_moe import (
     ActivationSpec,
     ExecutionCapacity,
     MoeError,
+    MoeGeometry,
     MoeTypeError,
     MoeValueError,
     RoutingSpec,
@@ -24,8 +25,12 @@ from trellis_moe.specs import check_type, io_dtype_name
 SPECS = [
     *(ActivationSpec(nonlinearity=law, io_dtype=name) for law in LAWS for name in IO_DTYPES),
     ActivationSpec(nonlinearity=LAWS[0], io_dtype="bfloat16", output_dtype="bfloat16", rotation_dtype="float16"),
+    ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="bytes"),
     RoutingSpec(),
+    RoutingSpec(deterministic_output=False),
     ExecutionCapacity(max_tokens=1, top_k=64),
+    ExecutionCapacity(max_tokens=9, top_k=2, token_counts=(1, 8), scratch_bound=1 << 20, route_experts=64),
+    MoeGeometry(num_experts=8, hidden_size=256, intermediate_size=128),
 ]
 
 
@@ -53,6 +58,7 @@ def test_repr_evaluates_back_and_nothing_can_be_changed(spec: Any) -> None:
         ({"io_dtype": torch.float16}, MoeValueError, ("io_dtype", "torch.float16", "names")),
         ({"io_dtype": ["float16"]}, MoeValueError, ("io_dtype", "['float16']")),
         ({"output_dtype": "int8"}, MoeValueError, ("output_dtype", "'int8'", "float16, bfloat16, float32")),
+        ({"arithmetic": "fp8"}, MoeValueError, ("arithmetic", "'fp8'", "exact, bytes")),
         ({"rotation_dtype": "bfloat16"}, MoeValueError, ("rotation_dtype", "'bfloat16'", "float16")),
     ],
 )
@@ -64,10 +70,46 @@ def test_activation_refusals_name_both_values(
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-@pytest.mark.parametrize("value", [False, 0, None])
-def test_only_the_deterministic_reduction_is_available(value: Any) -> None:
-    with pytest.raises(MoeValueError, match="deterministic_output=True"):
+@pytest.mark.parametrize("value", [0, None, "yes"])
+def test_the_reduction_is_a_yes_or_a_no(value: Any) -> None:
+    with pytest.raises(MoeTypeError, match=f"deterministic_output must be a bool, got {type(value).__name__}"):
         RoutingSpec(deterministic_output=value)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "hidden_size", "intermediate_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True])
+def test_sizes_are_positive_ints(name: str, value: Any) -> None:
+    with pytest.raises(MoeError, match=f"{name} must be"):
+        MoeGeometry(**{"num_experts": 8, "hidden_size": 256, "intermediate_size": 128} | {name: value})
+
+
+def test_token_counts_ascend_without_repeats_and_end_in_the_largest_run() -> None:
+    capacity = ExecutionCapacity(max_tokens=64, top_k=2, token_counts=(8, 1, 8, 32))
+    assert capacity.token_counts == (1, 8, 32)
+    assert capacity.launch_tokens == (1, 8, 32, 64)
+    assert capacity == ExecutionCapacity(max_tokens=64, top_k=2, token_counts=(32, 8, 1))
+    assert ExecutionCapacity(max_tokens=64, top_k=2, token_counts=(64,)).launch_tokens == (64,)
+
+
+@pytest.mark.parametrize(
+    ("counts", "kind", "words"),
+    [
+        ((0,), MoeValueError, "a token count must be positive, got 0"),
+        ((65,), MoeValueError, "token count 65 is above max_tokens 64"),
+        ((8.0,), MoeTypeError, "a token count must be an int, got float"),
+        (8, MoeTypeError, "token_counts must be an Iterable, got int"),
+    ],
+)
+def test_token_counts_that_cannot_be_are_refused(counts: Any, kind: type[MoeError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        ExecutionCapacity(max_tokens=64, top_k=2, token_counts=counts)
+
+
+@pytest.mark.parametrize("name", ["scratch_bound", "route_experts"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, False])
+def test_optional_numbers_are_positive_ints(name: str, value: Any) -> None:
+    with pytest.raises(MoeError, match=f"{name} must be"):
+        ExecutionCapacity(max_tokens=64, top_k=2, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "top_k"])

@@ -53,6 +53,16 @@ def test_equal_keys_share_one_compilation(builds: list[DecodeKey]) -> None:
     assert first.loads == 0
 
 
+def test_cold_keys_are_those_that_are_not_ready(builds: list[DecodeKey]) -> None:
+    assert compiler.cold([KEY, OTHER, KEY]) == (KEY, OTHER)
+    assert compiler.kernel_count() == 0
+    compiler.precompile([KEY])
+    missing = (OTHER,) if not torch.cuda.is_available() or arch_of_device(0).name == KEY.arch else (KEY, OTHER)
+    assert compiler.cold([KEY, OTHER]) == missing
+    assert compiler.kernel_count() == 1
+    assert builds == [KEY]  # asking compiles nothing
+
+
 def test_launch_compiles_and_loads_once(builds: list[DecodeKey]) -> None:
     kernel = compiler.ready(KEY)
     assert compiler.ready(KEY) is kernel

@@ -53,6 +53,7 @@ CHANGES = {
     "id_bytes": 4,
     "arithmetic": "bytes",
     "row_columns": 2,
+    "direct": True,
     "up": Tiling(split=2),
     "down": Tiling(blocks=2),
 }
@@ -111,6 +112,33 @@ def test_bytes_are_for_mul1_and_sums_that_fit() -> None:
         replace(KEY, padded_hidden=MOST_BYTE_CHANNELS + 128, arithmetic="bytes")
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"arch": "sm_80"}, KernelUnsupportedError, "clusters of thread blocks, which sm_80 lacks"),
+        ({"row_columns": 2}, KernelValueError, "row_columns 1 and a down split of 1, got 2 and 1"),
+        ({"down": Tiling(split=2)}, KernelValueError, "row_columns 1 and a down split of 1, got 1 and 2"),
+        ({"top_k": 9}, KernelUnsupportedError, "top_k thread blocks in a cluster, at most 8, got 9"),
+        ({"up": Tiling(split=9)}, KernelUnsupportedError, "up split thread blocks in a cluster, at most 8, got 9"),
+        ({"padded_hidden": 384, "hidden": 384, "up": Tiling(split=4)}, KernelValueError, "at most 3 ways, got 4"),
+    ],
+)
+def test_direct_layers_fit_clusters(change, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        replace(KEY, direct=True, **change)
+
+
+def test_direct_layers_keep_nothing_but_joined_rows() -> None:
+    key = replace(KEY, direct=True, up=Tiling(split=8), top_k=8)
+    assert scratch_parts(key) == {"joined": 8 * 384 * 2}
+
+
+def test_a_token_has_at_most_a_word_of_routes() -> None:
+    assert replace(KEY, top_k=32).top_k == 32
+    with pytest.raises(KernelUnsupportedError, match="top 33 is more than 32 routes"):
+        replace(KEY, top_k=33)
+
+
 def test_tilings_are_positive() -> None:
     with pytest.raises(KernelValueError, match="split must be at least 1, got 0"):
         Tiling(split=0)
@@ -141,6 +169,7 @@ def test_most_groups_is_reached_and_never_passed(tokens: int) -> None:
 
 def test_scratch_has_room_for_each_part() -> None:
     parts = scratch_parts(KEY)
+    assert parts["slots"] == 4 * 16
     assert parts["rotated"] == 4 * 2 * 1024 * 2
     assert parts["joined"] == 4 * 384 * 2
     assert parts["results"] == 4 * 1024 * 4

@@ -155,6 +155,82 @@ def test_tokens_without_experts_are_zeros() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("map_dtype", [torch.int32, torch.int64])
+def test_an_expert_map_names_local_experts(map_dtype: torch.dtype, id_dtype: torch.dtype, shared: bool) -> None:
+    experts = make_experts(shared=shared)
+    local = make_routes(experts, 9, id_dtype=id_dtype)
+    # global ids 0 to 11; 3 and 8 are other ranks', 5 names an expert that is not there
+    chart = torch.tensor([4, 1, 0, -1, 2, 5, 3, 4, -1, 0, 1, 2], dtype=map_dtype)
+    ids = torch.randint(-1, 13, local.ids.shape, generator=torch.Generator().manual_seed(9)).to(id_dtype)
+    ids[0] = torch.tensor([3, 5, 12], dtype=id_dtype)  # a token without experts here
+    known = (ids >= 0) & (ids < 12)
+    named = torch.where(known, chart[ids.clamp(0, 11).long()].to(id_dtype), -1)
+    key = make_key(experts, local)
+    launch = Launch(experts, key, 9)
+    found = launch(replace(local, ids=ids), expert_map=chart.cuda())
+    assert torch.equal(found, launch(replace(local, ids=torch.where(named < 5, named, -1))))
+    assert torch.equal(found[0], torch.zeros(256))
+    assert error(found, expected(experts, replace(local, ids=named))) <= 5e-4
+
+
+DIRECT = {"direct": True, "row_columns": 1, "up": Tiling(split=2), "down": Tiling()}
+RINGS = {
+    "direct": True, "row_columns": 1, "up": Tiling(slices=3, stages=3, in_shared=True),
+    "down": Tiling(slices=1, stages=2, resident=4, in_shared=True),
+}  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("changes", [DIRECT, RINGS], ids=["split", "rings"])
+@pytest.mark.parametrize(
+    ("codebook", "rates", "arithmetic"),
+    [
+        ("mul1", ["3", "1.5", "8"], "exact"),
+        ("mul1", ["3", "3.5", "4"], "bytes"),
+        ("mcg", ["4", "3", "5"], "exact"),
+    ],
+    ids=str,
+)
+def test_direct_layers(codebook: str, rates: list[str], arithmetic: str, changes: dict) -> None:
+    experts = make_experts(codebook=codebook, rates=rates, hidden=600, intermediate=640, biased=True)
+    check(experts, make_routes(experts, 3, 4), 6e-4, arithmetic=arithmetic, **changes)
+
+
+@gpu
+@pytest.mark.parametrize("arithmetic", PRODUCT_ROWS)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_direct_routes_without_experts_and_maps(arithmetic: str, shared: bool) -> None:
+    experts = make_experts(shared=shared, activation=Activation("relu2"))
+    routes = make_routes(experts, 4, 3)
+    ids = routes.ids.clone()
+    ids[1], ids[2] = -1, torch.tensor([5, 2, 2])
+    key = make_key(experts, routes, arithmetic=arithmetic, **DIRECT)
+    launch = Launch(experts, key, 4)
+    found = launch(replace(routes, ids=ids))
+    assert error(found, expected(experts, replace(routes, ids=ids))) <= 6e-4
+    assert torch.equal(found[1], torch.zeros(256))
+    chart = torch.tensor([-1, 3, 0, 1, 2, 4], dtype=torch.int64)
+    local = torch.where((ids >= 0) & (ids < 6), chart[ids.clamp(0, 5)], -1)
+    mapped = launch(replace(routes, ids=ids), expert_map=chart.cuda())
+    assert torch.equal(mapped, launch(replace(routes, ids=local)))
+
+
+@gpu
+@pytest.mark.parametrize("arithmetic", PRODUCT_ROWS)
+def test_a_direct_row_has_the_same_bits_everywhere(arithmetic: str) -> None:
+    experts = make_experts(experts=8, hidden=512, intermediate=384)
+    routes = make_routes(experts, 6, 8)
+    launch = Launch(experts, make_key(experts, routes, arithmetic=arithmetic, **DIRECT), 6)
+    first = launch(routes)
+    for _ in range(100):
+        assert torch.equal(launch(routes), first)
+    for token in range(6):
+        assert torch.equal(launch(routes.part([token])), first[[token]])
+
+
+@gpu
 @pytest.mark.parametrize(
     ("up", "down"),
     [

@@ -13,7 +13,7 @@ from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from trellis_kernels.cute import moe_bytes, moe_math, moe_up
+from trellis_kernels.cute import moe_bytes, moe_math, moe_middle, moe_up
 
 LANE = np.arange(32)
 EXPERT, SLOT, ROUTE, BLOCK = 3, 5, 9, 1
@@ -83,7 +83,7 @@ def test_finish_is_rotation_scales_bias_activation_and_rotation(
             zip(address.tolist(), np.stack(words[0], axis=1), strict=True)
         ),
     )
-    for module in (moe_math, moe_bytes, moe_up):
+    for module in (moe_math, moe_bytes, moe_middle, moe_up):
         monkeypatch.setattr(module, "gpu", gpu)
         monkeypatch.setattr(module, "Float32", np.float64, raising=False)
         monkeypatch.setattr(module, "Int64", np.int64, raising=False)

@@ -116,12 +116,12 @@ def test_scratch_is_bounded_and_launches_change_no_bit(
     layer: Layer, routes: Routes, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     whole = run_layer(layer, routes.x, routes.ids, routes.weights, device=CPU)
-    bound = whole.plan.required_nbytes() * tokens // 21 + 16 * len(whole.plan.scratch)  # boundaries of 16 bytes
+    bound = whole.plan.required_nbytes() * tokens // 21 + 16 * len(whole.plan.scratch_specs())  # boundaries of 16 bytes
     monkeypatch.setattr(module, "MAX_SCRATCH_BYTES", bound)
     seen: list[tuple[str, int, int]] = []
     cut = run_layer(layer, routes.x, routes.ids, routes.weights, device=CPU, progress=lambda *step: seen.append(step))
     assert cut.plan.required_nbytes() <= bound
-    assert tokens - 1 <= cut.plan.capacity.max_tokens <= tokens + 1
+    assert tokens - 1 <= cut.plan.direct_token_capacity <= tokens + 1
     assert bits(cut.y) == bits(whole.y)
     steps = [step[1:] for step in seen if step[0] == "run"]
     assert steps == sorted(steps)

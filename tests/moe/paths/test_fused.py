@@ -7,9 +7,11 @@ import torch
 
 from moe.samples import bits, distance, launch, make_binding, make_layer, make_plan, make_routes, truth
 from trellis_kernels import KernelUnsupportedError
-from trellis_kernels.layers import DeviceLimits, device_limits, precompile_layer
+from trellis_kernels.cute import compiler
+from trellis_kernels.layers import DeviceLimits, MoeSmallKey, device_limits, scratch_nbytes
 from trellis_moe import MoeTypeError
-from trellis_moe.scratch import FUSED_ALIGNMENT, fused_scratch
+from trellis_moe.scratch import FUSED_ALIGNMENT, align_fused, fused_scratch
+from trellis_moe.session import make_ready
 
 HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
 
@@ -19,7 +21,7 @@ HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
 def test_gpu_is_near_float64(tokens: int, capacity: int) -> None:
     layer = make_layer(rates=("1", "2.5", "4", "8"), biased=True, hidden=200, intermediate=320)
     plan = make_plan(layer, tokens=capacity, device="cuda")
-    assert plan.fused is not None
+    assert plan.variants[-1].fused is not None
     binding, routes = make_binding(layer, plan), make_routes(layer, tokens, 3)
     found = launch(binding, routes)
     assert distance(found, truth(layer, routes)) <= 1e-3
@@ -57,22 +59,28 @@ def test_gpu_refuses_dtypes_that_were_not_declared() -> None:
 def test_scratch_leaves_room_for_the_boundary_of_the_kernels() -> None:
     layer = make_layer(rates=("3",))
     plan = make_plan(layer, device="cuda", limits=HOPPER)
-    assert plan.fused is not None
-    (buffer,) = fused_scratch(plan.fused, plan.capacity)
-    assert plan.scratch == (buffer,)
-    assert buffer.nbytes % 16 == 0
+    (variant,) = plan.variants
+    assert isinstance(variant.fused, MoeSmallKey)
+    assert variant.scratch == fused_scratch(variant.fused, variant.tokens)
+    assert plan.required_nbytes() == scratch_nbytes(variant.fused, 9) + FUSED_ALIGNMENT - 16
     assert FUSED_ALIGNMENT % 128 == 0
+    for past in range(0, FUSED_ALIGNMENT, 16):
+        arena = torch.zeros(2 * FUSED_ALIGNMENT + plan.required_nbytes(), dtype=torch.uint8)
+        first = -arena.data_ptr() % FUSED_ALIGNMENT + past
+        found = align_fused(arena[first : first + plan.required_nbytes()])
+        assert found.data_ptr() % FUSED_ALIGNMENT == 0
+        assert found.numel() >= scratch_nbytes(variant.fused, 9)
 
 
 def test_compiling_a_layer_needs_no_gpu() -> None:
     pytest.importorskip("cutlass")
     layer = make_layer(rates=("3",))
     plan = make_plan(layer, device="cuda", limits=HOPPER)
-    assert plan.fused is not None
     try:
-        precompile_layer(plan.fused)
+        make_ready(plan)
     except KernelUnsupportedError as error:  # a platform without the DSL says so
         pytest.skip(str(error))
+    assert torch.cuda.is_available() or not compiler.cold(plan.compile_keys())
 
 
 def test_limits_are_those_of_a_visible_gpu() -> None:

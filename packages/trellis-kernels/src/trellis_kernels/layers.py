@@ -14,10 +14,11 @@ import torch
 
 from trellis_format.codebooks import EXL3_CODEBOOKS
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.moe_key import MoeSmallKey, Tiling, scratch_nbytes
+from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scratch_nbytes, scratch_parts
 from trellis_kernels.cute.moe_plan import plan_moe_small
-from trellis_kernels.cute.prefill_plan import PrefillPlan, plan_prefill
+from trellis_kernels.cute.prefill_plan import SCRATCH_ALIGNMENT, PrefillPlan, plan_prefill
 from trellis_kernels.errors import KernelUnsupportedError
+from trellis_kernels.layer_keys import OpLayer, layer_keys, op_layer_keys
 from trellis_kernels.ops import OPS, backend_for
 from trellis_prep import PreparedExperts
 
@@ -25,17 +26,22 @@ __all__ = [
     "DeviceLimits",
     "LayerLaunch",
     "MoeSmallKey",
+    "OpLayer",
     "PrefillPlan",
     "Tiling",
     "device_limits",
     "fuses",
+    "launch_scratch",
+    "layer_keys",
     "moe_small",
     "op_backends",
+    "op_layer_keys",
     "plan_moe_small",
     "plan_prefill",
     "precompile_layer",
     "prefill_layer",
     "scratch_nbytes",
+    "sum_route_rows",
 ]
 
 
@@ -82,6 +88,19 @@ def fuses(codebook: str) -> bool:
     return codebook in EXL3_CODEBOOKS
 
 
+def launch_scratch(kernels: MoeSmallKey | PrefillPlan, tokens: int) -> dict[str, int]:
+    """Bytes of each part of the scratch of a fused layer, in order, with what rounds it up to its boundary.
+
+    Args:
+        kernels: of the layer.
+        tokens: most tokens of a launch; a `PrefillPlan` has its own.
+    """
+    if isinstance(kernels, PrefillPlan):
+        parts = kernels.scratch_parts.items()
+        return {name: -(-nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for name, nbytes in parts}
+    return {"header": HEADER_BYTES} | {name: tokens * each for name, each in scratch_parts(kernels).items() if each}
+
+
 class LayerLaunch(Protocol):
     """A layer that is bound to its scratch; see `trellis_kernels.cute.prefill_layer.PrefillLayer.__call__`."""
 
@@ -105,8 +124,7 @@ def precompile_layer(kernels: MoeSmallKey | PrefillPlan) -> None:
     Raises:
         KernelUnsupportedError: if nvidia-cutlass-dsl is not installed.
     """
-    keys = kernels.keys if isinstance(kernels, PrefillPlan) else (kernels,)
-    importlib.import_module("trellis_kernels.cute.compiler").precompile(keys)
+    importlib.import_module("trellis_kernels.cute.compiler").precompile(layer_keys(kernels))
 
 
 def prefill_layer(experts: PreparedExperts, *, plan: PrefillPlan, scratch: torch.Tensor) -> LayerLaunch:
@@ -127,6 +145,7 @@ def moe_small(
     max_tokens: int,
     scratch: torch.Tensor,
     out: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
     """The routed experts of a layer for few tokens; see `trellis_kernels.cute.moe_small.moe_small`."""
@@ -140,6 +159,35 @@ def moe_small(
         max_tokens=max_tokens,
         scratch=scratch,
         out=out,
+        expert_map=expert_map,
         factor=factor,
     )
     return result
+
+
+def sum_route_rows(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    num_experts: int,
+    factor: float = 1.0,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Each token's weighted rows of the many-token kernels, added in slot order; see `cute.prefill.sum_rows`.
+
+    Args:
+        rows: `[tokens * top_k, padded channels] float16`, by flat route; rows of dropped routes hold anything.
+        topk_ids: `[tokens, top_k] int32 or int64`; a route outside [0, num_experts) is dropped.
+        topk_weights: `[tokens, top_k]`, float16, bfloat16 or float32.
+        num_experts: experts that ids may name.
+        factor: multiplies every weight.
+        out: `[tokens, channels]`, float32, float16 or bfloat16, channels a multiple of 8; written whole.
+
+    Returns:
+        `out`.
+    """
+    importlib.import_module("trellis_kernels.cute.prefill").sum_rows(
+        rows, topk_ids, topk_weights, num_experts=num_experts, expert_map=None, factor=factor, out=out
+    )
+    return out

@@ -1,6 +1,6 @@
 """Owns the planner and the launch API of trellis mixture-of-experts layers.  It must not know file layouts.
 
-plan_weights -> prepare_weights -> plan_execution -> bind -> run
+plan_weights -> prepare_weights -> plan_execution -> Session.prepare -> bind -> run
 
 A name is imported when it is first asked for: torch takes seconds to load, and the command must answer an interrupt.
 """
@@ -12,25 +12,43 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trellis_moe.binding import Binding, bind
-    from trellis_moe.errors import MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
+    from trellis_moe.errors import MoeDistributedError, MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
     from trellis_moe.lifecycle import prepare_weights
+    from trellis_moe.module import TrellisMoE
     from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
-    from trellis_moe.scratch import ScratchBuffer
-    from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
+    from trellis_moe.scratch import ScratchBuffer, ScratchSpec
+    from trellis_moe.session import Session
+    from trellis_moe.specs import (
+        ARITHMETICS,
+        ID_DTYPES,
+        IO_DTYPES,
+        ActivationSpec,
+        ExecutionCapacity,
+        MoeGeometry,
+        RoutingSpec,
+    )
+    from trellis_moe.variants import Variant
 
 __all__ = [
+    "ARITHMETICS",
     "ID_DTYPES",
     "IO_DTYPES",
     "ActivationSpec",
     "Binding",
     "ExecutionCapacity",
     "ExecutionPlan",
+    "MoeDistributedError",
     "MoeError",
+    "MoeGeometry",
     "MoeTypeError",
     "MoeUnsupportedError",
     "MoeValueError",
     "RoutingSpec",
     "ScratchBuffer",
+    "ScratchSpec",
+    "Session",
+    "TrellisMoE",
+    "Variant",
     "WeightPlan",
     "bind",
     "plan_execution",
@@ -38,7 +56,7 @@ __all__ = [
     "prepare_weights",
 ]
 
-_MODULES = ("errors", "specs", "scratch", "plan", "lifecycle", "binding")
+_MODULES = ("errors", "specs", "scratch", "variants", "plan", "session", "lifecycle", "binding", "module")
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Owns the binding of a plan to prepared weights and scratch, and its launch.  It must not know containers.
+"""Owns the binding of a plan to prepared weights and scratch, and its runs.  It must not know containers.
 
 A binding's addresses are fixed.  The torch backend allocates temporaries of its own while it runs; kernels do not.
 """
@@ -12,36 +12,63 @@ import torch
 
 from trellis_kernels.layers import MoeSmallKey
 from trellis_moe.errors import MoeTypeError, MoeValueError
+from trellis_moe.observe import LOG, profile_range
 from trellis_moe.paths.fused import FewTokens, ManyTokens
 from trellis_moe.paths.op_by_op import OpByOp
 from trellis_moe.plan import ExecutionPlan
-from trellis_moe.scratch import carve
+from trellis_moe.scratch import check_arena
+from trellis_moe.session import make_ready
 from trellis_moe.specs import ID_DTYPES, IO_DTYPES, check_type
+from trellis_moe.variants import Variant
 from trellis_prep import PreparedExperts
 
 __all__ = ["Binding", "bind"]
 
+Progress = Callable[[int, int], None]
+_Path = FewTokens | ManyTokens | OpByOp
+
 
 class Binding:
-    """A plan, prepared weights and scratch, ready to run; made by `bind`."""
+    """A plan, prepared weights and scratch, ready to run; made by `bind`.
 
-    def __init__(self, plan: ExecutionPlan, experts: PreparedExperts, scratch: torch.Tensor) -> None:
+    Attributes:
+        plan: the plan.
+        experts: the weights.
+        expert_map: the map from global ids to the rank's experts, or None.
+        counters: launches by variant, named by its most tokens, counted as they are issued; replays of a CUDA graph
+            are not seen.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        experts: PreparedExperts,
+        scratch: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+        *,
+        nvtx: bool = False,
+    ) -> None:
         self.plan = plan
         self.experts = experts
-        buffers = carve(scratch, plan.scratch)
-        self._path: FewTokens | ManyTokens | OpByOp
-        self._id_dtypes: tuple[torch.dtype, ...] = tuple(ID_DTYPES.values())
-        self._weight_dtypes: tuple[torch.dtype, ...] = tuple(IO_DTYPES.values())
-        if plan.fused is None:
-            self._path = OpByOp(plan, experts, buffers)
-        else:  # kernels are compiled for the dtypes that the plan declares
-            self._id_dtypes = (ID_DTYPES[plan.routing.id_dtype],)
-            self._weight_dtypes = (IO_DTYPES[plan.routing.weight_dtype],)
-            if isinstance(plan.fused, MoeSmallKey):
-                self._path = FewTokens(plan, plan.fused, experts, buffers)
-            else:
-                self._path = ManyTokens(plan.fused, experts, buffers)
+        self.expert_map = expert_map
+        self.counters: dict[int, int] = {variant.tokens: 0 for variant in plan.variants}
+        self._nvtx = nvtx
+        check_arena(scratch, plan.required_nbytes())
         self._scratch = scratch[: plan.required_nbytes()]  # the rest is not ours
+        # kernels are compiled for the dtypes that the plan declares, the torch backend takes any
+        fused = any(variant.fused is not None for variant in plan.variants)
+        routing = plan.routing
+        self._id_dtypes = (ID_DTYPES[routing.id_dtype],) if fused else tuple(ID_DTYPES.values())
+        self._weight_dtypes = (IO_DTYPES[routing.weight_dtype],) if fused else tuple(IO_DTYPES.values())
+        self._paths = {variant.tokens: self._path(variant) for variant in plan.variants}
+
+    def _path(self, variant: Variant) -> _Path:
+        fused, arena = variant.fused, self._scratch
+        if fused is None:
+            return OpByOp(self.plan, variant, self.experts, arena, self.expert_map)
+        if isinstance(fused, MoeSmallKey):
+            return FewTokens(variant.tokens, fused, self.experts, arena, self.expert_map)
+        return ManyTokens(fused, self.experts, arena, self.expert_map)
 
     @torch.no_grad()  # scratch outlives the launch, so nothing may be recorded in it
     def run(
@@ -51,15 +78,15 @@ class Binding:
         topk_weights: torch.Tensor,
         *,
         out: torch.Tensor,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> torch.Tensor:
         """Run the routed experts.
 
         Args:
             x: `[tokens, hidden]` in the plan's io dtype.
-            topk_ids: `[tokens, top_k] int32 or int64`; an id outside [0, experts) is no expert and adds nothing,
-                whatever its weight.
-            topk_weights: `[tokens, top_k]` float16, bfloat16 or float32; on the fused path ids and weights have the
+            topk_ids: `[tokens, top_k] int32 or int64`; an id outside [0, experts), or one that the expert map sends
+                nowhere, is no expert here and adds nothing, whatever its weight.
+            topk_weights: `[tokens, top_k]` float16, bfloat16 or float32; on fused paths ids and weights have the
                 dtypes that the plan declares.
             out: `[tokens, hidden]` in the plan's output dtype; the share's partial sum.
             progress: called with (steps done, steps in all).
@@ -77,7 +104,56 @@ class Binding:
             return out
         if self.plan.weights.extent.width == 0:
             return out.zero_()
-        return self._path.run(x, topk_ids, topk_weights, out, progress or (lambda _done, _total: None))
+        tell = progress or (lambda _done, _total: None)
+        if x.shape[0] <= self.plan.direct_token_capacity:
+            return self._launch(self.plan.variant_for(x.shape[0]), x, topk_ids, topk_weights, out, tell)
+        tokens = x.shape[0]
+        for first, count, variant in self.plan.cut(tokens):
+            part = slice(first, first + count)
+            share = _share(first, count, tokens, tell)
+            self._launch(variant, x[part], topk_ids[part], topk_weights[part], out[part], share)
+        return out
+
+    @torch.no_grad()
+    def launch(
+        self,
+        variant: Variant,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """One launch through a given variant, whatever `run` would take for so many tokens.
+
+        Args:
+            variant: of the plan.
+            x: as for `run`, at most `variant.tokens` tokens, at least one; likewise the others.
+            topk_ids: see `run`.
+            topk_weights: see `run`.
+            out: see `run`.
+
+        Raises:
+            MoeTypeError, MoeValueError: as `run`, or if the launch takes fewer tokens.
+        """
+        self._check(x, topk_ids, topk_weights, out)
+        if x.shape[0] > variant.tokens:
+            raise MoeValueError(f"{x.shape[0]} tokens exceed the launch's {variant.tokens}")
+        return self._launch(variant, x, topk_ids, topk_weights, out, lambda _done, _total: None)
+
+    def _launch(
+        self,
+        variant: Variant,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        progress: Progress,
+    ) -> torch.Tensor:
+        self.counters[variant.tokens] += 1
+        name = f"trellis {variant.path} {x.shape[0]} of {variant.tokens}"
+        with profile_range(name, wanted=self._nvtx, device=self.experts.device):
+            return self._paths[variant.tokens].run(x, topk_ids, topk_weights, out, progress)
 
     def _check(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
         plan = self.plan
@@ -108,17 +184,30 @@ class Binding:
                 _check_apart("out", out, name, tensor)
 
 
-def bind(plan: ExecutionPlan, experts: PreparedExperts, scratch: torch.Tensor | None = None) -> Binding:
-    """Fix the addresses of a launch.
+def bind(
+    plan: ExecutionPlan,
+    experts: PreparedExperts,
+    scratch: torch.Tensor | None = None,
+    *,
+    expert_map: torch.Tensor | None = None,
+    nvtx: bool = False,
+) -> Binding:
+    """Fix the addresses of a layer's runs, with every kernel ready to launch.
 
     Args:
-        plan: the launch.
+        plan: the runs.
         experts: prepared weights of the plan's share.
         scratch: `[bytes] uint8` on the weights' device, at least `plan.required_nbytes()`; None allocates it here.
+        expert_map: `[global experts] int32 or int64` on the weights' device, contiguous: the rank's expert of each
+            global id, -1 for none.  Read at every run, so that changes in place are followed.  None: ids are the
+            rank's own.
+        nvtx: whether each launch is a named range for profilers.
 
     Raises:
-        MoeTypeError: if an argument is of another type, or scratch or weights are on another device than planned.
-        MoeValueError: if the weights are of another layer or share, or scratch is too small; names both.
+        MoeTypeError: if an argument is of another type, or scratch, map or weights are on another device than planned.
+        MoeValueError: if the weights are of another layer or share, scratch is too small, or the map has another length
+            than the plan's ids; names both.
+        ColdKernelError: if kernels are frozen and one of the plan's is not ready; names its key.
     """
     check_type("plan", plan, ExecutionPlan)
     check_type("experts", experts, PreparedExperts)
@@ -133,7 +222,35 @@ def bind(plan: ExecutionPlan, experts: PreparedExperts, scratch: torch.Tensor | 
     check_type("scratch", scratch, torch.Tensor)
     if scratch.device != experts.device:
         raise MoeTypeError(f"scratch must be on {experts.device}, got {scratch.device}")
-    return Binding(plan, experts, scratch)
+    _check_map(plan, experts, expert_map)
+    make_ready(plan)
+    LOG.debug("binding a plan: %s", plan.explain())
+    return Binding(plan, experts, scratch, expert_map, nvtx=nvtx)
+
+
+def _check_map(plan: ExecutionPlan, experts: PreparedExperts, expert_map: torch.Tensor | None) -> None:
+    known = plan.capacity.route_experts
+    if expert_map is None:
+        if known is not None:
+            raise MoeValueError(f"the plan's ids are of {known} experts; a binding needs an expert map of that length")
+        return
+    check_type("expert_map", expert_map, torch.Tensor)
+    if expert_map.dtype not in ID_DTYPES.values():
+        raise MoeTypeError(f"expert_map must be torch.int32 or torch.int64, got {expert_map.dtype}")
+    if expert_map.device != experts.device:
+        raise MoeTypeError(f"expert_map must be on {experts.device}, got {expert_map.device}")
+    if expert_map.ndim != 1 or not expert_map.numel() or not expert_map.is_contiguous():
+        raise MoeValueError(
+            f"expert_map must be one contiguous axis of at least one expert, got shape {list(expert_map.shape)}, "
+            f"strides {expert_map.stride()}"
+        )
+    if known is not None and expert_map.numel() != known:
+        raise MoeValueError(f"expert_map has {expert_map.numel()} experts, the plan's ids are of {known}")
+
+
+def _share(first: int, count: int, tokens: int, tell: Progress) -> Progress:
+    """Progress of one launch as progress over all tokens."""
+    return lambda done, total: tell(first * total + count * done, tokens * total)
 
 
 def _difference(experts: PreparedExperts, plan: ExecutionPlan) -> str:

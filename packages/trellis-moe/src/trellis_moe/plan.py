@@ -5,24 +5,33 @@ The planner reads a `TrellisSource` and never asks which container it came from.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource
-from trellis_kernels import BLOCK_ROWS
-from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, device_limits, op_backends
+from trellis_kernels.cute.keys import KernelKey
+from trellis_kernels.layers import DeviceLimits, device_limits
+from trellis_moe.environment import reference_asked
 from trellis_moe.errors import MoeValueError
-from trellis_moe.fused import Fused, choose_fused
-from trellis_moe.scratch import ScratchBuffer, fused_scratch, op_by_op_scratch, total_bytes
-from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec, check_type
+from trellis_moe.explain import explain
+from trellis_moe.keys import plan_keys
+from trellis_moe.scratch import ScratchSpec, place
+from trellis_moe.specs import ActivationSpec, ExecutionCapacity, MoeGeometry, RoutingSpec, check_type
+from trellis_moe.support import check_support
+from trellis_moe.variants import Variant, plan_variants
 from trellis_prep import plan_layout
 
 __all__ = ["ExecutionPlan", "WeightPlan", "plan_execution", "plan_weights"]
 
-_FUSED_NAMES = {MoeSmallKey: "moe_small", PrefillPlan: "prefill"}
-_FILL = 0.9  # a block this full on average is not too small: containers' block-row rule
+_WITHOUT_KERNELS = {
+    "cpu": "the device is a CPU",
+    "cuda": "no CUDA device is visible, or no compile target covers it",
+}
+"""Why a device of each type may have no kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,18 @@ class WeightPlan:
     source: TrellisSource
     extent: TrellisExtent
 
+    @property
+    def geometry(self) -> MoeGeometry:
+        """The share's sizes.
+
+        Raises:
+            MoeValueError: if the share is empty.
+        """
+        whole = self.source.geometry
+        return MoeGeometry(
+            num_experts=whole.num_experts, hidden_size=whole.hidden_size, intermediate_size=self.extent.width
+        )
+
     def required_nbytes(self) -> int:
         """Bytes of prepared codes and tables."""
         return plan_layout(self.source, self.extent).total_bytes
@@ -44,18 +65,17 @@ class WeightPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """Everything about a launch but addresses.
+    """Everything about the runs of a layer but addresses.
 
     Args:
         weights: the share of the layer.
-        activation: dtypes and the law between the GEMMs.
-        routing: the reduction policy.
-        capacity: the largest launch.
+        activation: dtypes, law and arithmetic.
+        routing: dtypes of routes, and the reduction.
+        capacity: the largest run, and the token counts with launches of their own.
         device_type: `cpu` or `cuda`.
-        block_rows: rows of a route block.
-        backends: (op, backend) in launch order.
-        scratch: buffers by name, dtype and size.
-        fused: the kernels of a fused path, None where one op runs after the other.
+        limits: what kernels were chosen by; None where there are none.
+        reference: whether every op runs on the torch backend, whatever the device.
+        variants: the launches, by ascending token count.
     """
 
     weights: WeightPlan
@@ -63,38 +83,72 @@ class ExecutionPlan:
     routing: RoutingSpec
     capacity: ExecutionCapacity
     device_type: str
-    block_rows: int
-    backends: tuple[tuple[str, str], ...]
-    scratch: tuple[ScratchBuffer, ...]
-    fused: Fused | None = None
+    limits: DeviceLimits | None
+    reference: bool
+    variants: tuple[Variant, ...]
+
+    @property
+    def direct_token_capacity(self) -> int:
+        """Most tokens that one launch takes; a run of more is cut into launches of so many."""
+        return min(self.capacity.max_tokens, self.variants[-1].tokens)
+
+    @property
+    def reduction(self) -> str:
+        """How a token's routes are added, `ordered` or `atomic`."""
+        return "ordered" if self.routing.deterministic_output else "atomic"
+
+    def variant_for(self, tokens: int) -> Variant:
+        """The launch for a token count: the smallest that covers it, the largest for a run that is cut.
+
+        Raises:
+            MoeValueError: if there are more tokens than planned.
+        """
+        if tokens > self.capacity.max_tokens:
+            raise MoeValueError(f"{tokens} tokens exceed the plan's {self.capacity.max_tokens}")
+        return next((variant for variant in self.variants if variant.tokens >= tokens), self.variants[-1])
+
+    def cut(self, tokens: int) -> tuple[tuple[int, int, Variant], ...]:
+        """The launches of a run: first token, tokens, and which launch; at most the last is not the largest.
+
+        Raises:
+            MoeValueError: if there are more tokens than planned.
+        """
+        if tokens > self.capacity.max_tokens:
+            raise MoeValueError(f"{tokens} tokens exceed the plan's {self.capacity.max_tokens}")
+        step = self.direct_token_capacity
+        counts = ((first, min(step, tokens - first)) for first in range(0, tokens, step))
+        return tuple((first, count, self.variant_for(count)) for first, count in counts)
 
     def required_nbytes(self) -> int:
-        """Bytes of scratch that a caller owns, each buffer on its 16-byte boundary."""
-        return total_bytes(self.scratch)
+        """Bytes of the scratch arena that a caller owns: those of the launch that needs most."""
+        return max(variant.scratch_nbytes for variant in self.variants)
 
-    def backend(self, op: str) -> str:
-        """The backend of an op."""
-        return dict(self.backends)[op]
+    def scratch_specs(self) -> tuple[ScratchSpec, ...]:
+        """Every buffer of every launch with its place in the arena; launches overlay each other."""
+        return tuple(spec for variant in self.variants for spec in place(variant.tokens, variant.scratch))
+
+    def compile_keys(self) -> tuple[KernelKey, ...]:
+        """Every kernel that a run may launch, each once."""
+        return plan_keys(self)
 
     def explain(self) -> str:
         """What will run and why, in words."""
-        source, extent = self.weights.source, self.weights.extent
-        geometry, law = source.geometry, self.activation
-        rates = ", ".join(str(rate) for rate in source.rates.distinct())
-        lines = [
-            f"{geometry.num_experts} experts, codebook {source.codebook}, K = {rates}",
-            f"hidden {geometry.hidden_size} channels, stored {geometry.padded_hidden_size}",
-            f"intermediate {geometry.intermediate_size} channels, stored {geometry.padded_intermediate_size}",
-            f"share: channels {extent.first_channel}..{extent.end_channel} of {extent.global_intermediate_size}",
-            f"up to {self.capacity.max_tokens} tokens x {self.capacity.top_k} routes, blocks of {self.block_rows} rows",
-            f"activation {law.nonlinearity.kind}",
-            f"dtypes: {law.io_dtype} in, {law.rotation_dtype} operands, float32 sums, {law.output_dtype} out",
-            "reduction: each token's routes in slot order (deterministic)",
-            "ops: " + ", ".join(f"{op} on {backend}" for op, backend in self.backends),
-            f"prepared {self.weights.required_nbytes()} bytes, scratch {self.required_nbytes()} bytes: "
-            + ", ".join(f"{buffer.name} {buffer.nbytes}" for buffer in self.scratch),
-        ]
-        return "\n".join(lines)
+        return explain(self)
+
+    def to_json(self) -> str:
+        """The plan as a JSON document, with what it declares and what it states; see `trellis_moe.plan_json`."""
+        text: str = _plan_json().plan_document(self).text()
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> ExecutionPlan:
+        """The plan of a JSON document, planned again from its declarations.
+
+        Raises:
+            MoeValueError: as `trellis_moe.plan_json.parse_plan`.
+        """
+        plan: ExecutionPlan = _plan_json().parse_plan(text)
+        return plan
 
 
 def plan_weights(source: TrellisSource, extent: TrellisExtent | None = None) -> WeightPlan:
@@ -106,6 +160,7 @@ def plan_weights(source: TrellisSource, extent: TrellisExtent | None = None) -> 
 
     Raises:
         MoeTypeError: if `source` is not a `TrellisSource` or `extent` not a `TrellisExtent`.
+        PrepUnsupportedError: if the layer cannot be prepared.
         PrepValueError, FormatValueError: if the extent does not fit the source or cuts a Hadamard block.
     """
     check_type("source", source, TrellisSource)
@@ -123,48 +178,53 @@ def plan_execution(
     routing: RoutingSpec | None = None,
     device: torch.device | str = "cpu",
     limits: DeviceLimits | None = None,
+    reference: bool | None = None,
 ) -> ExecutionPlan:
-    """Plan a launch.
+    """Plan the runs of a layer.
 
     Args:
         weights: the share of the layer.
-        activation: dtypes and law.
-        capacity: the largest launch.
-        routing: the reduction policy (default: deterministic).
+        activation: dtypes, law and arithmetic.
+        capacity: the largest run, and the token counts with launches of their own.
+        routing: dtypes of routes, and the reduction (default: deterministic).
         device: where it will run.
         limits: what kernels are chosen by (default: those of the device, where it is visible).
+        reference: whether every op runs on the torch backend, exact and slow, also on a GPU; None takes the
+            environment's `TRELLIS_REFERENCE`.
 
     Raises:
         MoeTypeError: if a declaration is of another type.
-        MoeValueError: if the law's gate does not fit the experts, or the device is neither cpu nor cuda.
+        MoeUnsupportedError: if no path takes the layer, or the arithmetic on its codebook; shows the codebook's row
+            of the support table.
+        MoeValueError: if the law's gate does not fit the experts, the device is neither cpu nor cuda, one token does
+            not fit the bound of scratch, or no launch can add in the order of arrival though that is asked for.
     """
     routing = RoutingSpec() if routing is None else routing
     _check_declarations(weights, activation, capacity, routing)
+    check_support(weights.source, activation)
     device_type = _device_type(device)
+    asked = reference_asked() if reference is None else reference
     found = limits or device_limits(device) if device_type == "cuda" else None
-    fused = choose_fused(weights, activation, routing, capacity, found) if found is not None else None
-    if fused is not None:
-        return ExecutionPlan(
-            weights=weights,
-            activation=activation,
-            routing=routing,
-            capacity=capacity,
-            device_type=device_type,
-            block_rows=fused.group_rows,
-            backends=((_FUSED_NAMES[type(fused)], "cute"),),
-            scratch=fused_scratch(fused, capacity),
-            fused=fused,
-        )
+    why = "" if found else _WITHOUT_KERNELS[device_type]
+    why = "the reference backend is asked for" if asked else why
+    variants = plan_variants(weights, activation, routing, capacity, found, why)
+    if not routing.deterministic_output:
+        _check_atomic(variants[-1])
     return ExecutionPlan(
         weights=weights,
         activation=activation,
         routing=routing,
         capacity=capacity,
         device_type=device_type,
-        block_rows=_block_rows(capacity, weights.source.geometry.num_experts),
-        backends=op_backends(found),
-        scratch=op_by_op_scratch(weights, capacity),
+        limits=found,
+        reference=asked,
+        variants=variants,
     )
+
+
+def _plan_json() -> Any:
+    """The module of plans as JSON, which builds on this one."""
+    return importlib.import_module("trellis_moe.plan_json")
 
 
 def _check_declarations(
@@ -184,6 +244,16 @@ def _check_declarations(
         )
 
 
+def _check_atomic(largest: Variant) -> None:
+    if getattr(largest.fused, "reduction", "ordered") == "atomic":
+        return
+    failed = [f"the launch of up to {largest.tokens} tokens takes {largest.path}, which adds in slot order"]
+    failed += [f"{path}: {reason}" for path, reason in largest.rejected]
+    raise MoeValueError(
+        f"deterministic_output=False: no launch can add routes in the order of arrival: {'; '.join(failed)}"
+    )
+
+
 def _device_type(device: torch.device | str) -> str:
     try:
         kind = torch.device(device).type
@@ -192,10 +262,3 @@ def _device_type(device: torch.device | str) -> str:
     if kind not in ("cpu", "cuda"):
         raise MoeValueError(f"device must be cpu or cuda, got {kind}")
     return kind
-
-
-def _block_rows(capacity: ExecutionCapacity, num_experts: int) -> int:
-    """The smallest block that an average expert does not fill beyond nine tenths, at most 64 rows."""
-    candidates = [rows for rows in BLOCK_ROWS if rows <= 64]
-    average = capacity.routes / num_experts
-    return next((rows for rows in candidates if average < _FILL * rows), candidates[-1])

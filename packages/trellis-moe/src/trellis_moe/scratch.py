@@ -12,33 +12,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trellis_kernels.layers import MoeSmallKey, PrefillPlan, scratch_nbytes
+from trellis_kernels.layers import MoeSmallKey, PrefillPlan, launch_scratch
 from trellis_moe.errors import MoeTypeError, MoeValueError
-from trellis_moe.specs import ExecutionCapacity
 
 if TYPE_CHECKING:
     from trellis_moe.plan import WeightPlan
 
 __all__ = [
     "ALIGNMENT",
+    "BOUNDARY_BYTES",
     "FUSED_ALIGNMENT",
-    "FUSED_BUFFER",
     "ScratchBuffer",
+    "ScratchSpec",
+    "align_fused",
     "carve",
+    "check_arena",
     "fused_scratch",
     "op_by_op_scratch",
+    "place",
     "total_bytes",
 ]
 
 ALIGNMENT = 16
-"""Boundary of every buffer, in bytes."""
+"""Boundary of the arena, and of every buffer of the path that runs one op after the other, in bytes."""
 FUSED_ALIGNMENT = 256
-"""Boundary of the scratch of the fused kernels, in bytes; found inside its buffer, which is that much larger."""
-FUSED_BUFFER = "fused"
-"""Name of that buffer."""
+"""Boundary of the scratch of the fused kernels, in bytes; found inside the arena, which is that much larger."""
+BOUNDARY_BYTES = FUSED_ALIGNMENT - ALIGNMENT
+"""Bytes that may lie before that boundary."""
 _DTYPES = {
     "uint8": torch.uint8,
     "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "int32": torch.int32,
     "int64": torch.int64,
@@ -59,14 +63,28 @@ class ScratchBuffer:
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
-def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[ScratchBuffer, ...]:
-    """Buffers of the path that runs one op after the other, for its largest launch.
+@dataclass(frozen=True)
+class ScratchSpec:
+    """One buffer of one launch, in the arena.
+
+    Attributes:
+        launch_tokens: which launch, by its most tokens; launches overlay each other, because a run takes one at a time.
+        first: first byte, counted from the arena's start, for a fused path from the boundary inside it.
+        buffer: name, dtype and shape.
+    """
+
+    launch_tokens: int
+    first: int
+    buffer: ScratchBuffer
+
+
+def op_by_op_scratch(weights: WeightPlan, routes: int) -> tuple[ScratchBuffer, ...]:
+    """Buffers of the path that runs one op after the other, for up to that many routes.
 
     The rotated input of gate and up is one buffer used twice; the rotated activation overlays nothing, so that each
     buffer can be read after a launch.  Route weights are held once more because those of dropped routes must be zero:
     a caller may pass anything there, and NaN times a row of zeros is NaN.
     """
-    routes = capacity.routes
     hidden, width = weights.source.geometry.padded_hidden_size, weights.extent.width
     gate = (ScratchBuffer("gate", "float32", (routes, width)),) if weights.source.geometry.gated else ()
     return (
@@ -81,15 +99,32 @@ def op_by_op_scratch(weights: WeightPlan, capacity: ExecutionCapacity) -> tuple[
     )
 
 
-def fused_scratch(fused: MoeSmallKey | PrefillPlan, capacity: ExecutionCapacity) -> tuple[ScratchBuffer, ...]:
-    """The one buffer of a fused path, for its largest launch; the kernels' own parts lie inside it."""
-    size = scratch_nbytes(fused, capacity.max_tokens) if isinstance(fused, MoeSmallKey) else fused.scratch_nbytes
-    return (ScratchBuffer(FUSED_BUFFER, "uint8", (size + FUSED_ALIGNMENT - ALIGNMENT,)),)
+def fused_scratch(fused: MoeSmallKey | PrefillPlan, tokens: int) -> tuple[ScratchBuffer, ...]:
+    """Buffers of a fused path for up to that many tokens: the kernels' own parts, and the bytes before the boundary."""
+    parts = launch_scratch(fused, tokens)
+    return (
+        *(ScratchBuffer(name, "uint8", (nbytes,)) for name, nbytes in parts.items()),
+        ScratchBuffer("boundary", "uint8", (BOUNDARY_BYTES,)),
+    )
+
+
+def align_fused(arena: torch.Tensor) -> torch.Tensor:
+    """The arena from the first boundary that the fused kernels ask for."""
+    return arena[-arena.data_ptr() % FUSED_ALIGNMENT :]
 
 
 def total_bytes(buffers: Iterable[ScratchBuffer]) -> int:
     """Bytes of an arena that holds every buffer on its boundary."""
     return sum(_aligned(buffer.nbytes) for buffer in buffers)
+
+
+def place(launch_tokens: int, buffers: Iterable[ScratchBuffer]) -> tuple[ScratchSpec, ...]:
+    """The places of a launch's buffers, one after the other."""
+    specs, first = [], 0
+    for buffer in buffers:
+        specs.append(ScratchSpec(launch_tokens, first, buffer))
+        first += _aligned(buffer.nbytes)
+    return tuple(specs)
 
 
 def carve(arena: torch.Tensor, buffers: Iterable[ScratchBuffer]) -> dict[str, torch.Tensor]:
@@ -100,11 +135,25 @@ def carve(arena: torch.Tensor, buffers: Iterable[ScratchBuffer]) -> dict[str, to
         buffers: what to place.
 
     Raises:
-        MoeTypeError: if the arena is not a uint8 tensor.
-        MoeValueError: if it is not one contiguous axis, is misaligned, or is too small; names both numbers.
+        MoeTypeError, MoeValueError: as `check_arena`.
     """
     buffers = tuple(buffers)
-    needed = total_bytes(buffers)
+    check_arena(arena, total_bytes(buffers))
+    return {
+        spec.buffer.name: arena[spec.first : spec.first + spec.buffer.nbytes]
+        .view(_DTYPES[spec.buffer.dtype])
+        .view(spec.buffer.shape)
+        for spec in place(0, buffers)
+    }
+
+
+def check_arena(arena: torch.Tensor, needed: int) -> None:
+    """Accept an arena of at least that many bytes.
+
+    Raises:
+        MoeTypeError: if it is not a uint8 tensor.
+        MoeValueError: if it is not one contiguous axis, is misaligned, or is too small; names both numbers.
+    """
     if not isinstance(arena, torch.Tensor) or arena.dtype != torch.uint8:
         got = arena.dtype if isinstance(arena, torch.Tensor) else type(arena).__name__
         raise MoeTypeError(f"scratch must be a tensor of torch.uint8, got {got}")
@@ -118,12 +167,6 @@ def carve(arena: torch.Tensor, buffers: Iterable[ScratchBuffer]) -> dict[str, to
         )
     if arena.numel() < needed:
         raise MoeValueError(f"scratch has {arena.numel()} bytes, the plan needs {needed}")
-    views, first = {}, 0
-    for buffer in buffers:
-        part = arena[first : first + buffer.nbytes]
-        views[buffer.name] = part.view(_DTYPES[buffer.dtype]).view(buffer.shape)
-        first += _aligned(buffer.nbytes)
-    return views
 
 
 def _aligned(nbytes: int) -> int:

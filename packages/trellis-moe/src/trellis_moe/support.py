@@ -8,31 +8,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trellis_format.codebooks import CODEBOOKS, EXL3_CODEBOOKS
+from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.container.manifest import CONTAINER_BITS
 from trellis_format.rates import Rate
+from trellis_format.source import TrellisSource
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.prefill_key import GEMM_ARCH
 from trellis_kernels.layers import fuses
+from trellis_moe.errors import MoeUnsupportedError
+from trellis_moe.specs import ActivationSpec
 
-__all__ = ["TESTED_ON", "support_table"]
+__all__ = ["TESTED_ON", "check_support", "support_row", "support_table"]
 
 TESTED_ON = {"sm_90a": "NVIDIA H200"}
 """GPU on which the kernels of a compile target were run; the other targets are compiled and no more."""
 
 
+_HEADER = ("codebook", "K", "containers", "CPU", "GPU: decode", "GPU: few tokens", "GPU: many tokens")
+
+
 def support_table() -> str:
     """The table as Markdown: a row for each codebook, then what the compile targets were tested on."""
-    header = ("codebook", "K", "containers", "CPU", "GPU: decode", "GPU: few tokens", "GPU: many tokens")
-    rows = [header, tuple("---" for _ in header)]
-    for name, codebook in CODEBOOKS.items():
-        holds = {"EXL3": name in EXL3_CODEBOOKS, "native": True, "exl3-v1": name in CONTAINER_BITS}
-        containers = ", ".join(container for container, held in holds.items() if held)
-        few = "every target" if fuses(name) else "-"
-        many = GEMM_ARCH if fuses(name) else "-"
-        rows.append((f"`{name}`", rates_text(codebook.legal_rates), containers, "yes", "every target", few, many))
+    rows = [_HEADER, tuple("---" for _ in _HEADER), *(_cells(name) for name in CODEBOOKS)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     targets = "; ".join(f"`{arch}` {_tested(arch)}" for arch in ARCHS)
     return "\n".join([*lines, "", f"Compile targets: {targets}."])
+
+
+def support_row(codebook: str) -> str:
+    """A codebook's row in one line, each cell behind its heading."""
+    return ", ".join(f"{heading} {cell}" for heading, cell in zip(_HEADER, _cells(codebook), strict=True))
+
+
+def check_support(source: TrellisSource, activation: ActivationSpec) -> None:
+    """Accept a layer that a path takes.
+
+    Raises:
+        MoeUnsupportedError: if none does; states the rule, and shows the codebook's row of the table.
+    """
+    if source.expert_transform is not None:
+        fact = f"experts under {source.expert_transform} are prepared and not run; supported: without one"
+    elif activation.arithmetic == "bytes" and source.codebook != Mul1.name:
+        fact = f"arithmetic bytes needs codebook {Mul1.name}, got {source.codebook}; exact is legal for every codebook"
+    else:
+        return
+    raise MoeUnsupportedError(f"{fact} ({support_row(source.codebook)})")
+
+
+def _cells(name: str) -> tuple[str, ...]:
+    holds = {"EXL3": name in EXL3_CODEBOOKS, "native": True, "exl3-v1": name in CONTAINER_BITS}
+    containers = ", ".join(container for container, held in holds.items() if held)
+    few, many = ("every target", GEMM_ARCH) if fuses(name) else ("-", "-")
+    return f"`{name}`", rates_text(CODEBOOKS[name].legal_rates), containers, "yes", "every target", few, many
 
 
 def rates_text(rates: Sequence[Rate]) -> str:

@@ -25,7 +25,18 @@ from trellis_kernels.cute.cache import ObjectCache, default_cache
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.errors import ColdKernelError, KernelUnsupportedError
 
-__all__ = ["build_cubin", "compile_kernel", "freeze", "is_frozen", "precompile", "ready", "thaw", "use_cache"]
+__all__ = [
+    "build_cubin",
+    "cold",
+    "compile_kernel",
+    "freeze",
+    "is_frozen",
+    "kernel_count",
+    "precompile",
+    "ready",
+    "thaw",
+    "use_cache",
+]
 
 Kernel = Callable[..., Any]
 
@@ -136,6 +147,17 @@ def thaw() -> None:
 def is_frozen() -> bool:
     """Whether launches may not compile."""
     return _frozen
+
+
+def cold(keys: Iterable[KernelKey]) -> tuple[KernelKey, ...]:
+    """Those of some keys that are not ready: a launch would have to compile or to load them."""
+    done = _ready if torch.cuda.is_available() else _compiled
+    return tuple(key for key in dict.fromkeys(keys) if key not in done)
+
+
+def kernel_count() -> int:
+    """Kernels that this process has compiled or read from the cache; grows with each that was missing."""
+    return len(_compiled)
 
 
 def ready(key: KernelKey) -> Kernel:

@@ -15,13 +15,16 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 __all__ = [
     "add_counter",
     "add_shared_counter",
+    "add_shared_total",
     "choose",
     "clamp_above",
     "clamp_below",
     "commit_copies",
     "copy_to_shared",
+    "count_bits",
     "exp2",
     "fence_device",
+    "fetch_range_to_l2",
     "fetch_to_l2",
     "float_from",
     "float_to",
@@ -42,16 +45,20 @@ __all__ = [
     "load_words",
     "local_id",
     "magnitude",
+    "map_to_block",
     "multiply_bytes",
     "multiply_halves",
     "pack_bytes",
     "pack_halves",
     "pull_from_lane",
+    "raise_shared_most",
     "reciprocal",
     "round_to_int",
+    "store_cluster_floats",
     "store_floats",
     "store_half",
     "store_shared_floats",
+    "store_shared_half",
     "store_shared_int",
     "store_shared_words",
     "store_words",
@@ -123,6 +130,11 @@ def load_fresh_ints(address: Int64, count: int) -> list[Int32]:
 def fetch_to_l2(address: Int64) -> None:
     """Bring the line of an address into the L2; nothing waits for it."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+def fetch_range_to_l2(address: Int64, nbytes: Int32) -> None:
+    """Bring a range into the L2, both a multiple of 16 bytes; nothing waits for it.  Needs sm_90."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, nbytes])
 
 
 def copy_to_shared(s_target: Int32, address: Int64, size: int) -> None:
@@ -205,6 +217,13 @@ def store_shared_words(address: Int32, words: list[Uint32]) -> None:
     _store("shared", "b32", address, words)
 
 
+def store_shared_half(address: Int32, bits: Uint32) -> None:
+    """The low 16 bits of a register to shared memory."""
+    cute.arch.inline_ptx(
+        "{.reg .b16 a, b; mov.b32 {a, b}, {$r1}; st.shared.b16 [{$r0}], a;}", read_only_args=[address, bits]
+    )
+
+
 def load_shared_int(address: Int32) -> Int32:
     """One 32-bit integer of shared memory."""
     value: Int32 = _load("shared", "s32", [Int32], address)[0]
@@ -222,6 +241,31 @@ def add_shared_counter(address: Int32, value: Int32) -> Int32:
         "atom.shared.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
     )
     return result
+
+
+def add_shared_total(address: Int32, value: Int32) -> None:
+    """Add to a 32-bit integer in shared memory."""
+    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def raise_shared_most(address: Int32, value: Float32) -> None:
+    """Raise an fp32 value in shared memory to at least another, neither negative; NaN is above all."""
+    cute.arch.inline_ptx(
+        "{.reg .b32 a; mov.b32 a, {$r1}; red.shared.max.u32 [{$r0}], a;}", read_only_args=[address, value]
+    )
+
+
+def map_to_block(address: Int32, block: Int32) -> Int32:
+    """The address, in the shared memory of a block of the cluster, of what lies at an address of this block's."""
+    result: Int32 = cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, block]
+    )
+    return result
+
+
+def store_cluster_floats(address: Int32, values: list[Float32]) -> None:
+    """1, 2 or 4 consecutive fp32 values to the shared memory of a block of the cluster."""
+    _store("shared::cluster", "f32", address, values)
 
 
 def add_counter(address: Int64, value: Int32) -> Int32:
@@ -353,16 +397,38 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], c: list[Int32]) -> list[Int
     )
 
 
-def local_id(low: Uint32, high: Uint32, experts: int) -> Int32:
-    """An id of two words if it is below the number of experts, else -1."""
-    code = f"{{.reg .pred p; setp.lt.u32 p, $1, {experts}; setp.eq.and.u32 p, $2, 0, p; selp.b32 $0, $1, -1, p;}}"
-    return Int32(_pure(code, "r", "rr", Uint32(low), Uint32(high)))
+def local_id(low: Uint32, high: Uint32, g_map: Int64, map_length: Int32, map_bytes: Int32, experts: int) -> Int32:
+    """The local expert of an id of two words, else -1.
+
+    With a map, which has values of 4 or 8 bytes, that is the value at the id, if it is below the number of experts;
+    with `map_bytes` of 0 the id itself.
+    """
+    code = (
+        "{.reg .pred p, q, w; .reg .b32 a, b; .reg .b64 at; "
+        "setp.lt.u32 p, {$r0}, {$r3}; setp.eq.and.u32 p, {$r1}, 0, p; "
+        "setp.ne.and.u32 q, {$r4}, 0, p; setp.eq.and.u32 w, {$r4}, 8, p; "
+        "mov.b32 a, {$r0}; mov.b32 b, 0; mad.wide.u32 at, {$r0}, {$r4}, {$r2}; "
+        "@q ld.global.nc.u32 a, [at]; @w ld.global.nc.u32 b, [at + 4]; "
+        f"setp.lt.and.u32 p, a, {experts}, p; setp.eq.and.u32 p, b, 0, p; selp.b32 {{$w0}}, a, -1, p;}}"
+    )
+    result: Int32 = cute.arch.inline_ptx(
+        code, write_only_types=[Int32], read_only_args=[low, high, g_map, Uint32(map_length), Uint32(map_bytes)]
+    )
+    return result
 
 
-def choose(selector: Int32, value: Float32) -> Float32:
-    """The value where the selector is not negative, else zero."""
-    code = "{.reg .pred p; setp.ge.s32 p, $1, 0; selp.f32 $0, $2, 0f00000000, p;}"
-    return _pure(code, "f", "rf", Uint32(selector), Float32(value))
+def choose(mask: Uint32, bit: int, value: Float32) -> Float32:
+    """The value where a bit of the mask is set, else zero."""
+    code = (
+        f"{{.reg .pred p; .reg .b32 a; and.b32 a, $1, {1 << bit}; setp.ne.u32 p, a, 0; "
+        "selp.f32 $0, $2, 0f00000000, p;}"
+    )
+    return _pure(code, "f", "rf", Uint32(mask), Float32(value))
+
+
+def count_bits(mask: Uint32) -> Int32:
+    """How many bits of the mask are set."""
+    return Int32(_pure("popc.b32 $0, $1;", "r", "r", Uint32(mask)))
 
 
 def round_to_int(value: Float32) -> Int32:

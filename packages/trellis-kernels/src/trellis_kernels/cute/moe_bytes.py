@@ -19,7 +19,7 @@ from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
 from trellis_kernels.cute import gemm_primitives as gpu
 
 __all__ = [
-    "LAW_BYTES", "apply_law", "high_bytes", "quantise_row", "step_of", "store_law",
+    "LAW_BYTES", "apply_law", "apply_step", "high_bytes", "quantise_row", "step_of", "store_law",
     "stored_byte_offset", "weight_offset", "weight_scale",
 ]  # fmt: skip
 
@@ -43,6 +43,12 @@ def weight_offset() -> float:
 def apply_law(values: list[Float32], law: Int64) -> list[Float32]:
     """Joined sums of byte products to the product."""
     scale, shift = gpu.load_floats(law, 2, bypass_l1=True)
+    return [(value + shift) * scale for value in values]
+
+
+def apply_step(values: list[Float32], step: Float32, total: Int32) -> list[Float32]:
+    """The same from a row's step and the sum of its whole activations."""
+    scale, shift = step * Float32(weight_scale()), Float32(total) * Float32(weight_offset())
     return [(value + shift) * scale for value in values]
 
 

@@ -15,18 +15,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
 
 from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
 from trellis_kernels.cute.moe_gemm import (
+    fill_table,
     lane_rows,
     load_block_sums,
     multiply_strip,
     shared_bytes,
     split_steps,
+    table_bytes,
     warp_bytes,
 )
 from trellis_kernels.cute.moe_key import MoeSmallKey
@@ -36,21 +38,19 @@ from trellis_kernels.cute.moe_scratch import (
     SLOT_BYTES,
     VALUE_BYTES,
     Scratch,
-    load_id,
     load_place,
-    load_value,
     scratch_at,
 )  # fmt: skip
 from trellis_kernels.cute.moe_up import ready_count
 
-__all__ = ["down_kernel", "down_shared_bytes"]
+__all__ = ["down_kernel", "down_shared_bytes", "store_out"]
 
 _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
 
 def down_shared_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
-    return shared_bytes("down", key) + 4 * key.group_rows * key.down.blocks + 16
+    return shared_bytes("down", key) + 4 * key.group_rows * key.down.blocks + 16 + table_bytes(key)
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -81,27 +81,26 @@ def _finish(
     sums: list[Float32],
     scales: Int64,
     bias: Int64,
-    weights: Int64,
-    factor: Float32,
     part: Scratch,
     expert: Int32,
-    route: Int32,
+    slot: Int32,
     channel: Int32,
     lane: Int32,
     key: MoeSmallKey,
 ) -> None:
     """From sums in the rotated basis to the weighted row, for one block of one row."""
+    record = gpu.load_words(part.slots + Int64(slot) * SLOT_BYTES, 4)
     row = Int64(0) if key.shared_outputs else Int64(expert) * key.padded_hidden
     svh = moe_math.load_scales(scales, row + Int64(channel))
     values = [a * b for a, b in zip(moe_math.hadamard(sums, moe_math.hadamard_signs(lane)), svh, strict=True)]
     if key.biased[2]:
         addend = moe_math.load_scales(bias, Int64(expert) * key.padded_hidden + Int64(channel))
         values = [a + b for a, b in zip(values, addend, strict=True)]
-    weight = load_value(weights, route, key.weight_dtype) * factor
-    gpu.store_floats(_result_address(part, route, channel, key), [value * weight for value in values])
+    weight = gpu.float_from(record[2], "float32", 0)
+    gpu.store_floats(_result_address(part, Int32(record[0]), channel, key), [value * weight for value in values])
 
 
-def _store_out(out: Int64, token: Int32, channel: Int32, values: list[Float32], key: MoeSmallKey) -> None:
+def store_out(out: Int64, token: Int32, channel: Int32, values: list[Float32], key: MoeSmallKey) -> None:
     """Four channels of a row of the result, those inside its width."""
     size = VALUE_BYTES[key.out_dtype]
     row = Int64(token) * key.hidden
@@ -119,30 +118,27 @@ def _store_out(out: Int64, token: Int32, channel: Int32, values: list[Float32], 
 
 
 @cute.jit
-def _sum_token(ids: Int64, out: Int64, scratch: Int64, max_tokens: Int32, token: Int32, channel: Int32, key: Constexpr):
+def _sum_token(
+    out: Int64, scratch: Int64, max_tokens: Int32, token: Int32, live: Uint32, channel: Int32, key: Constexpr
+):
     """One block of one token: its weighted rows in the order of its slots, in fp32."""
     part = scratch_at(scratch, max_tokens, key)
-    experts = []
     rows = []
     for slot in cutlass.range_constexpr(key.top_k):
         route = token * key.top_k + slot
-        experts.append(load_id(ids, route, key))
         rows.append(gpu.load_floats(_result_address(part, route, channel, key), 4, bypass_l1=True))
     total = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
     for slot in cutlass.range_constexpr(key.top_k):
         for index in cutlass.range_constexpr(LANE_CHANNELS):
-            total[index] = total[index] + gpu.choose(experts[slot], rows[slot][index])
-    _store_out(out, token, channel, total, key)
+            total[index] = total[index] + gpu.choose(live, slot, rows[slot][index])
+    store_out(out, token, channel, total, key)
 
 
 @cute.jit
 def _finish_rows(
-    ids: Int64,
-    weights: Int64,
     scales: Int64,
     bias: Int64,
     out: Int64,
-    factor: Float32,
     scratch: Int64,
     max_tokens: Int32,
     s_sums: Int32,
@@ -184,22 +180,22 @@ def _finish_rows(
             row = task // key.down.blocks
             place = task - row * key.down.blocks
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-            route = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 1)[0]
             if cutlass.const_expr(key.down.split > 1):
                 sums = _ordered_parts(part, first_slot + row, channel, key)
             else:
                 sums = load_block_sums(s_sums, row, lane, place * _BLOCK_STRIPS, "down", key)
             if cutlass.const_expr(key.is_bytes):
                 sums = moe_bytes.apply_law(sums, part.joined_laws + Int64(first_slot + row) * moe_bytes.LAW_BYTES)
-            _finish(sums, scales, bias, weights, factor, part, expert, route, channel, lane, key)
+            _finish(sums, scales, bias, part, expert, first_slot + row, channel, lane, key)
         gpu.fence_device()
         cute.arch.sync_threads()
         for task in cutlass.range(thread, tasks, key.threads("down"), unroll=1):
             row = task // key.down.blocks
             place = task - row * key.down.blocks
-            slot = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
-            counter = part.token_arrivals + Int64(slot[0] // key.top_k * hidden_blocks + first_block + place) * 4
-            is_complete = Int32(gpu.add_counter(counter, Int32(1)) == slot[1] - 1)
+            record = gpu.load_words(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
+            token = Int32(record[0]) // key.top_k
+            counter = part.token_arrivals + Int64(token * hidden_blocks + first_block + place) * 4
+            is_complete = Int32(gpu.add_counter(counter, Int32(1)) == gpu.count_bits(record[1]) - 1)
             gpu.store_shared_int(s_flags + task * 4, is_complete)
         cute.arch.sync_threads()
         for task in cutlass.range(warp, tasks, warps, unroll=1):
@@ -208,19 +204,17 @@ def _finish_rows(
                 place = task - row * key.down.blocks
                 gpu.fence_device()
                 channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
-                route = gpu.load_ints(part.slots + Int64(first_slot + row) * SLOT_BYTES, 1)[0]
-                _sum_token(ids, out, scratch, max_tokens, route // key.top_k, channel, key)
+                record = gpu.load_words(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
+                _sum_token(out, scratch, max_tokens, Int32(record[0]) // key.top_k, record[1], channel, key)
 
 
 @cute.kernel
 def down_kernel(
     words: Int64,
-    ids: Int64,
-    weights: Int64,
+    g_table: Int64,
     scales: Int64,
     bias: Int64,
     out: Int64,
-    factor: Float32,
     scratch: Int64,
     max_tokens: Int32,
     key: Constexpr,
@@ -233,6 +227,8 @@ def down_kernel(
     smem = cutlass.memory.SmemAllocator()
     s_sums = smem.allocate_array(Float32, shared_bytes("down", key) // 4, byte_alignment=16).toint()
     s_flags = smem.allocate_array(Int32, key.group_rows * key.down.blocks, byte_alignment=16).toint()
+    s_table = smem.allocate_array(Int32, table_bytes(key) // 4, byte_alignment=16).toint()
+    fill_table(g_table, s_table, thread, key.threads("down"), key)
     part = scratch_at(scratch, max_tokens, key)
     strips = key.strips("down")
     strip = warp % strips
@@ -270,6 +266,7 @@ def down_kernel(
             steps[1],
             Int32(key.down.slices),
             lane,
+            s_table,
             key.down_rates,
             key.padded_hidden // 16,
             key.down,
@@ -277,6 +274,6 @@ def down_kernel(
         )
         cute.arch.sync_threads()
         _finish_rows(
-            ids, weights, scales, bias, out, factor, scratch, max_tokens, s_sums, s_flags, expert, first_slot, rows,
+            scales, bias, out, scratch, max_tokens, s_sums, s_flags, expert, first_slot, rows,
             first_block, split_index, group, thread, key,
         )  # fmt: skip

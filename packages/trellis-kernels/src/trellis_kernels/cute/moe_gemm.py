@@ -13,15 +13,28 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
+from trellis_kernels.cute import primitives
 from trellis_kernels.cute.gemm_loop import accumulate, sum_chains
 from trellis_kernels.cute.gemm_ring import accumulate_from_ring, ring_bytes
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STRIP_CHANNELS, share_of
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, ROW_COLUMNS, MoeSmallKey
+from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
-__all__ = ["SUM_PITCH", "lane_rows", "load_block_sums", "multiply_strip", "shared_bytes", "split_steps", "warp_bytes"]
+__all__ = [
+    "SUM_PITCH",
+    "fill_table",
+    "lane_rows",
+    "load_block_sums",
+    "multiply_strip",
+    "shared_bytes",
+    "split_steps",
+    "table_bytes",
+    "warp_bytes",
+]
 
 SUM_PITCH = STRIP_CHANNELS + 4
 """Floats between rows of a warp's sums in shared memory."""
+_PIECE = 16  # bytes that a thread copies at once
 _TILE_WORD_BYTES = 16  # bytes of a tile for each half bit of its rate
 
 
@@ -34,13 +47,29 @@ def warp_bytes(gemm: str, key: MoeSmallKey) -> int:
     tiling, rates = (key.up, key.up_rates) if gemm == "up" else (key.down, key.down_rates)
     if not tiling.in_shared:
         return sums
-    rings = (ring_bytes(Rate(rate), key.row_columns, key.arithmetic, tiling.stages) for rate in rates)
+    staged = 0 if key.direct else key.row_columns
+    rings = (ring_bytes(Rate(rate), staged, key.arithmetic, tiling.stages) for rate in rates)
     return max(sums, *rings)
 
 
 def shared_bytes(gemm: str, key: MoeSmallKey) -> int:
     """Shared memory of all warps of a thread block."""
     return key.threads(gemm) // 32 * warp_bytes(gemm, key)
+
+
+def table_bytes(key: MoeSmallKey) -> int:
+    """Shared memory of the codebook's table in a thread block, a piece of nothing without one."""
+    tabled = TABLE_CODEBOOKS.get(key.codebook)
+    return _PIECE if tabled is None else tabled.words.size * 4
+
+
+@cute.jit
+def fill_table(g_table: Int64, s_table: Int32, thread: Int32, threads: Constexpr, key: Constexpr):
+    """Copy the codebook's table, if it has one, to shared memory, by the whole thread block."""
+    if cutlass.const_expr(key.codebook in TABLE_CODEBOOKS):
+        for piece in cutlass.range(thread, table_bytes(key) // _PIECE, threads, unroll=1):
+            primitives.copy_to_shared(s_table + piece * _PIECE, g_table + Int64(piece) * _PIECE)
+        cute.arch.sync_threads()
 
 
 def split_steps(channels: int, split: int, index: Int32) -> tuple[Int32, Int32]:
@@ -97,6 +126,7 @@ def _multiply_at_rate(
     end: Int32,
     stride: Int32,
     lane: Int32,
+    s_table: Int32,
     half_bits: Constexpr,
     n_tiles: Constexpr,
     tiling: Constexpr,
@@ -113,13 +143,13 @@ def _multiply_at_rate(
                 r_sums.fill(0)
                 if cutlass.const_expr(tiling.in_shared):
                     accumulate_from_ring(
-                        r_sums, g_strip, first, end, stride, lane, s_sums, find_rows,
-                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic,
+                        r_sums, g_strip, first, end, stride, lane, s_sums, s_table, find_rows,
+                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic, key.direct,
                     )  # fmt: skip
                 else:
                     accumulate(
-                        r_sums, g_strip, first, end, stride, lane, find_rows,
-                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic,
+                        r_sums, g_strip, first, end, stride, lane, s_table, find_rows,
+                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic, key.direct,
                     )  # fmt: skip
                 _store_sums(r_sums, s_sums, lane, Rate(half_bits), columns, key)
 
@@ -136,6 +166,7 @@ def multiply_strip(
     end: Int32,
     stride: Int32,
     lane: Int32,
+    s_table: Int32,
     rates: Constexpr,
     n_tiles: Constexpr,
     tiling: Constexpr,
@@ -143,15 +174,15 @@ def multiply_strip(
 ):
     """Multiply a group's rows by one strip of a linear and leave the sums in this warp's shared memory.
 
-    `place` is the linear's first word and 2K, `strip` the index of the 64 output channels, `find_rows` as in
-    `accumulate`.  Every rate is one branch, which the whole warp takes.
+    `place` is the linear's first word and 2K, `strip` the index of the 64 output channels, `find_rows` and `s_table` as
+    in `accumulate`.  Every rate is one branch, which the whole warp takes.
     """
     half_bits = Int32(place[1])
     g_strip = words + place[0] * 4 + Int64(strip * 4 * (half_bits * _TILE_WORD_BYTES))
     for index in cutlass.range_constexpr(len(rates)):
         if half_bits == rates[index]:
             _multiply_at_rate(
-                g_strip, find_rows, s_sums, rows, first, end, stride, lane, rates[index], n_tiles, tiling, key
+                g_strip, find_rows, s_sums, rows, first, end, stride, lane, s_table, rates[index], n_tiles, tiling, key
             )
 
 

@@ -19,6 +19,7 @@ from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, Kern
 __all__ = [
     "HEADER_BYTES",
     "MOST_BYTE_CHANNELS",
+    "MOST_CLUSTER_BLOCKS",
     "PRODUCT_ROWS",
     "ROW_COLUMNS",
     "MoeSmallKey",
@@ -39,11 +40,14 @@ ROW_COLUMNS = (1, 2, 4)
 """Products that may share one decoded weight."""
 MOST_BYTE_CHANNELS = 16384
 """Input channels whose sums of byte products stay below 2^31: 1020 * 128 * 16384."""
+MOST_CLUSTER_BLOCKS = 8
+"""Thread blocks of a cluster that every device with clusters takes."""
 HEADER_BYTES = 128
 """At the start of the scratch: the number of groups."""
 
 _IO = ("float16", "bfloat16", "float32")
 _STRIPS = BLOCK // 64
+_MOST_TOP_K = 32  # a slot names its token's live routes in one word
 _MOST_THREADS = 1024
 
 
@@ -104,6 +108,7 @@ class MoeSmallKey(KernelKey):
         id_bytes: 4 or 8.
         arithmetic: of the two GEMMs, one of `PRODUCT_ROWS`.
         row_columns: largest number of products with one decoded weight, one of `ROW_COLUMNS`.
+        direct: whether every route is multiplied by itself, in two launches without groups; for very few tokens.
         up: tiling of gate and up.
         down: tiling of down.
 
@@ -135,6 +140,7 @@ class MoeSmallKey(KernelKey):
     id_bytes: int = 8
     arithmetic: str = "exact"
     row_columns: int = 1
+    direct: bool = False
     up: Tiling = Tiling()
     down: Tiling = Tiling()
 
@@ -154,6 +160,8 @@ class MoeSmallKey(KernelKey):
             known = ", ".join(map(str, ROW_COLUMNS))
             raise KernelValueError(f"row_columns {self.row_columns} is not one of {known}")
         self._check_arithmetic()
+        if self.direct:
+            self._check_direct()
         for name, blocks in (("up", self.width // BLOCK), ("down", self.padded_hidden // BLOCK)):
             tiling: Tiling = getattr(self, name)
             if blocks % tiling.blocks:
@@ -178,6 +186,24 @@ class MoeSmallKey(KernelKey):
                     f"arithmetic bytes sums at most {MOST_BYTE_CHANNELS} input channels, got {channels}; use exact"
                 )
 
+    def _check_direct(self) -> None:
+        if not self.overlaps:
+            raise KernelUnsupportedError(f"direct needs clusters of thread blocks, which {self.arch} lacks")
+        if self.row_columns != 1 or self.down.split != 1:
+            raise KernelValueError(
+                f"direct takes row_columns 1 and a down split of 1, got {self.row_columns} and {self.down.split}"
+            )
+        for name, size in (("top_k", self.top_k), ("up split", self.up.split)):
+            if size > MOST_CLUSTER_BLOCKS:
+                raise KernelUnsupportedError(
+                    f"direct joins {name} thread blocks in a cluster, at most {MOST_CLUSTER_BLOCKS}, got {size}"
+                )
+        if self.up.split > self.padded_hidden // BLOCK:
+            raise KernelValueError(
+                f"direct splits whole blocks of {BLOCK} input channels: at most {self.padded_hidden // BLOCK} ways, "
+                f"got {self.up.split}"
+            )
+
     def _check_rates(self) -> None:
         codebook = get_codebook(self.codebook)
         for name in ("up_rates", "down_rates"):
@@ -198,6 +224,8 @@ class MoeSmallKey(KernelKey):
             raise KernelValueError(f"hidden {self.hidden} must be within 1..{self.padded_hidden}")
         if self.num_experts < 1 or self.top_k < 1:
             raise KernelValueError(f"{self.num_experts} experts and top {self.top_k}: both must be at least 1")
+        if self.top_k > _MOST_TOP_K:
+            raise KernelUnsupportedError(f"top {self.top_k} is more than {_MOST_TOP_K} routes for a token")
 
     @property
     def projections(self) -> int:
@@ -246,7 +274,7 @@ class MoeSmallKey(KernelKey):
         return (
             f"{self.kernel} {self.arch} {self.codebook} K={rates} {self.padded_hidden}x{self.width} "
             f"E={self.num_experts} top {self.top_k} {self.activation.kind} {self.x_dtype} "
-            f"{self.arithmetic} rows {self.group_rows}"
+            f"{self.arithmetic} {'direct' if self.direct else f'rows {self.group_rows}'}"
         )
 
 
@@ -254,7 +282,7 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
     """Bytes of each part of the scratch for one token, in order, each a multiple of 16.
 
     groups        `[routes, 64] uint8`: expert, first slot, rows, and the descriptors of the expert's linears
-    slots         `[routes, 2] int32`: flat route, live routes of its token
+    slots         `[routes, 4] int32`: flat route, which of its token's routes are live, router weight as fp32 bits, 0
     counters      arrivals for each group and block of up and down, for each token and block of the result, and
                   for each group over the blocks of up; and whether a group's rows are ready for down
     rotated       `[tokens or routes, rotated inputs, padded hidden] float16`, or two bytes for each channel
@@ -265,12 +293,16 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
     up_parts      `[routes, split, projections, width] float32`, only where up is split
     down_parts    `[routes, split, padded hidden] float32`, only where down is split
     results       `[routes, padded hidden] float32`, weighted rows by route
+
+    A direct layer has `joined` alone, by route.
     """
     routes = key.top_k
+    if key.direct:
+        return {"joined": routes * key.width * 2}
     rotated = (1 if key.shared_inputs else routes) * key.rotated_inputs
     parts = {
         "groups": routes * 64,
-        "slots": routes * 8,
+        "slots": routes * 16,
         "counters": 4 * counters_per_token(key),
         "rotated": rotated * key.padded_hidden * 2,
         "rotated_laws": rotated * 8 * key.is_bytes,

@@ -30,6 +30,7 @@ def plan_moe_small(
     weight_dtype: str = "float32",
     id_bytes: int = 8,
     arithmetic: str = "exact",
+    route_experts: int | None = None,
 ) -> MoeSmallKey:
     """The kernels for a layer at a capacity.
 
@@ -47,6 +48,8 @@ def plan_moe_small(
         id_bytes: of an id.
         arithmetic: of the products, one of `PRODUCT_ROWS`; "bytes" is faster for mul1 up to about 2 rows of an expert
             and leaves out the law's last rounding.
+        route_experts: experts that the routes of all ranks are spread over (default: the source's), so that a rank
+            which holds some of them takes the tilings, and gives the bits, of one that holds all.
 
     Raises:
         KernelUnsupportedError: if no activation is known.
@@ -70,7 +73,7 @@ def plan_moe_small(
         codebook=source.codebook,
         padded_hidden=geometry.padded_hidden_size,
         width=share.width,
-        num_experts=geometry.num_experts,
+        num_experts=route_experts or geometry.num_experts,
         top_k=top_k,
     )
     choice = choose(shape, max_tokens=max_tokens, multiprocessors=multiprocessors)

@@ -23,13 +23,13 @@ from trellis_kernels.cute.moe_scratch import (
     GROUP_BYTES,
     SLOT_BYTES,
     VALUE_BYTES,
+    Ids,
     Scratch,
-    load_id,
     load_value,
     scratch_at,
 )
 
-__all__ = ["ROUTE_THREADS", "route_blocks", "route_kernel"]
+__all__ = ["ROUTE_THREADS", "rotated_block", "route_blocks", "route_kernel"]
 
 ROUTE_THREADS = 256
 """Threads of a block."""
@@ -70,7 +70,7 @@ def _word_values(word: Uint32, dtype: str) -> list[Float32]:
     return [gpu.float_from(word, dtype, 0)] if dtype == "float32" else gpu.floats_from(word, dtype)
 
 
-def _rotated(
+def rotated_block(
     x: Int64, scales: Int64, token: Int32, expert: Int32, which: Any, block: Int32, lane: Int32, key: MoeSmallKey
 ) -> list[Float32]:
     """Four channels of one block of one row: H (x * suh)."""
@@ -86,20 +86,13 @@ def _rotate(
     key: MoeSmallKey,
 ) -> None:  # fmt: skip
     """Write one block of every rotated input of a row in fp16, in the order that the GEMM reads."""
-    blocks = [_rotated(x, scales, token, expert, which, block, lane, key) for which in range(key.rotated_inputs)]
+    blocks = [rotated_block(x, scales, token, expert, which, block, lane, key) for which in range(key.rotated_inputs)]
     for which, values in enumerate(blocks):
         entry = Int64(row) * key.rotated_inputs + which
         target = part.rotated + entry * (2 * key.padded_hidden) + Int64(block * (2 * BLOCK))
         first = target + Int64(moe_math.stored_offset(lane))
         for index, word in enumerate(moe_math.stored_words(values)):
             gpu.store_words(first + 8 * index, [word])
-
-
-def _count_live(ids: Int64, token: Int32, key: MoeSmallKey) -> Int32:
-    live = Int32(0)
-    for slot in range(key.top_k):
-        live = live + Int32(load_id(ids, token * key.top_k + slot, key) >= 0)
-    return live
 
 
 def _scan_warp(value: Int32, lane: Int32) -> Int32:
@@ -113,6 +106,11 @@ def _scan_warp(value: Int32, lane: Int32) -> Int32:
 @cute.jit
 def _group(
     ids: Int64,
+    weights: Int64,
+    g_map: Int64,
+    map_length: Int32,
+    map_bytes: Int32,
+    factor: Float32,
     descriptors: Int64,
     scratch: Int64,
     max_tokens: Int32,
@@ -125,6 +123,7 @@ def _group(
 ):
     """Counting sort of the routes by expert, by one block."""
     part = scratch_at(scratch, max_tokens, key)
+    routing = Ids(ids, g_map, map_length, map_bytes, key)
     lane = thread & 31
     warp = thread >> 5
     each = -(-key.num_experts // ROUTE_THREADS)
@@ -140,7 +139,7 @@ def _group(
             gpu.store_shared_int(s_counts + expert * 4, Int32(0))
     cute.arch.sync_threads()
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
-        expert = load_id(ids, route, key)
+        expert = routing.load(route)
         if expert >= 0:
             gpu.add_shared_counter(s_counts + expert * 4, Int32(1))
     cute.arch.sync_threads()
@@ -184,11 +183,12 @@ def _group(
         gpu.store_words(part.header, [Uint32(group)])
     cute.arch.sync_threads()
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
-        expert = load_id(ids, route, key)
+        expert = routing.load(route)
         if expert >= 0:
             slot = gpu.add_shared_counter(s_cursors + expert * 4, Int32(1))
-            live = _count_live(ids, route // key.top_k, key)
-            gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, [Uint32(route), Uint32(live)])
+            weight = load_value(weights, route, key.weight_dtype) * factor
+            words = [Uint32(route), routing.live(route // key.top_k), *gpu.float_to([weight], "float32"), Uint32(0)]
+            gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, words)
 
 
 @cute.jit
@@ -215,7 +215,7 @@ def _rotate_row(
     most = Float32(0.0)
     for index in cutlass.range_constexpr(each):
         block = cutlass.min(index * _WARPS + warp, hidden_blocks - 1)  # past the end the last one again
-        blocks.append(_rotated(x, scales, token, expert, which, block, lane, key))
+        blocks.append(rotated_block(x, scales, token, expert, which, block, lane, key))
         for value in blocks[index]:
             most = gpu.larger(most, gpu.magnitude(value))
     for mask in (1, 2, 4, 8, 16):
@@ -255,9 +255,18 @@ def _rotate_row(
 
 
 @cute.jit
-def _clear_token(ids: Int64, out: Int64, token: Int32, lane: Int32, key: Constexpr):
+def _clear_token(
+    ids: Int64,
+    g_map: Int64,
+    map_length: Int32,
+    map_bytes: Int32,
+    out: Int64,
+    token: Int32,
+    lane: Int32,
+    key: Constexpr,
+):
     """Zeros for a token that no expert serves."""
-    if _count_live(ids, token, key) == 0:
+    if Ids(ids, g_map, map_length, map_bytes, key).live(token) == 0:
         row = Int64(token) * key.hidden
         for channel in cutlass.range(lane, key.hidden, 32, unroll=1):
             if cutlass.const_expr(key.out_dtype == "float32"):
@@ -270,6 +279,11 @@ def _clear_token(ids: Int64, out: Int64, token: Int32, lane: Int32, key: Constex
 def route_kernel(
     x: Int64,
     ids: Int64,
+    weights: Int64,
+    g_map: Int64,
+    map_length: Int32,
+    map_bytes: Int32,
+    factor: Float32,
     descriptors: Int64,
     scales: Int64,
     out: Int64,
@@ -293,6 +307,11 @@ def route_kernel(
     if block == 0:
         _group(
             ids,
+            weights,
+            g_map,
+            map_length,
+            map_bytes,
+            factor,
             descriptors,
             scratch,
             max_tokens,
@@ -305,6 +324,7 @@ def route_kernel(
         )
     else:
         lane = thread & 31
+        routing = Ids(ids, g_map, map_length, map_bytes, key)
         counters = max_tokens * counters_per_token(key)
         for index in cutlass.range(
             (block - 1) * ROUTE_THREADS + thread, counters, (blocks - 1) * ROUTE_THREADS, unroll=1
@@ -322,12 +342,12 @@ def route_kernel(
                 if cutlass.const_expr(key.shared_inputs):
                     _rotate_row(x, scales, scratch, max_tokens, row, Int32(0), row, which, s_warps, thread, key)
                 else:
-                    expert = load_id(ids, row, key)
+                    expert = routing.load(row)
                     if expert >= 0:
                         token = row // key.top_k
                         _rotate_row(x, scales, scratch, max_tokens, token, expert, row, which, s_warps, thread, key)
             for token in cutlass.range(warp, tokens, (blocks - 1) * _WARPS, unroll=1):
-                _clear_token(ids, out, token, lane, key)
+                _clear_token(ids, g_map, map_length, map_bytes, out, token, lane, key)
         else:
             for task in cutlass.range(warp, tasks + tokens, (blocks - 1) * _WARPS, unroll=1):
                 if task < tasks:
@@ -336,8 +356,8 @@ def route_kernel(
                     if cutlass.const_expr(key.shared_inputs):
                         _rotate(x, scales, part, row, Int32(0), row, hidden_block, lane, key)
                     else:
-                        expert = load_id(ids, row, key)
+                        expert = routing.load(row)
                         if expert >= 0:
                             _rotate(x, scales, part, row // key.top_k, expert, row, hidden_block, lane, key)
                 else:
-                    _clear_token(ids, out, task - tasks, lane, key)
+                    _clear_token(ids, g_map, map_length, map_bytes, out, task - tasks, lane, key)

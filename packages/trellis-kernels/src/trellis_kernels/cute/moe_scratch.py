@@ -16,8 +16,8 @@ __all__ = [
     "GROUP_BYTES",
     "SLOT_BYTES",
     "VALUE_BYTES",
+    "Ids",
     "Scratch",
-    "load_id",
     "load_place",
     "load_value",
     "scratch_at",
@@ -27,8 +27,8 @@ GROUP_BYTES = 64
 """Of a group: expert, first slot, rows, nothing, then the descriptor of each of its linears, 16 bytes."""
 DESCRIPTOR_BYTES = 16
 """Of a linear: first word of its codes and 2K, 64 bits each."""
-SLOT_BYTES = 8
-"""Of a slot: flat route, live routes of its token."""
+SLOT_BYTES = 16
+"""Of a slot: flat route, a bit for each live route of its token, router weight in fp32, nothing."""
 VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of a value of each dtype."""
 
@@ -82,10 +82,37 @@ def load_place(part: Scratch, group: Int32, projection: Any) -> list[Int64]:
     return gpu.load_fresh_longs(entry + Int64(16 + projection * DESCRIPTOR_BYTES), 2)
 
 
-def load_id(ids: Int64, route: Int32, key: MoeSmallKey) -> Int32:
-    """The expert of a route, -1 if there is none."""
-    words = gpu.load_words(ids + Int64(route) * key.id_bytes, key.id_bytes // 4)
-    return gpu.local_id(words[0], words[-1] if key.id_bytes == 8 else Uint32(0), key.num_experts)
+@dataclass(frozen=True)
+class Ids:
+    """Where the experts of routes are named.
+
+    Args:
+        ids: address of the ids.
+        g_map: address of the local expert of each id.
+        map_length: ids that there are.
+        map_bytes: of a value of the map, 0 for none.
+        key: the kernels.
+    """
+
+    ids: Int64
+    g_map: Int64
+    map_length: Int32
+    map_bytes: Int32
+    key: MoeSmallKey
+
+    def load(self, route: Int32) -> Int32:
+        """The local expert of a route, -1 if there is none."""
+        key = self.key
+        words = gpu.load_words(self.ids + Int64(route) * key.id_bytes, key.id_bytes // 4)
+        high = words[-1] if key.id_bytes == 8 else Uint32(0)
+        return gpu.local_id(words[0], high, self.g_map, self.map_length, self.map_bytes, key.num_experts)
+
+    def live(self, token: Int32) -> Uint32:
+        """A bit for each slot of a token that has an expert."""
+        mask = Uint32(0)
+        for slot in range(self.key.top_k):
+            mask = mask | (Uint32(self.load(token * self.key.top_k + slot) >= 0) << slot)
+        return mask
 
 
 def load_value(table: Int64, index: Any, dtype: str) -> Float32:

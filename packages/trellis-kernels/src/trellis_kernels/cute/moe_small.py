@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Constexpr, Float32, Int32, Int64
@@ -20,19 +21,24 @@ from trellis_format.source import Projection
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.argument_slots import ArgumentSlots
+from trellis_kernels.cute.decode import table_address
+from trellis_kernels.cute.moe_direct_down import direct_down_bytes, direct_down_kernel
+from trellis_kernels.cute.moe_direct_up import direct_up_bytes, direct_up_kernel
 from trellis_kernels.cute.moe_down import down_kernel, down_shared_bytes
 from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scratch_nbytes
 from trellis_kernels.cute.moe_route import ROUTE_THREADS, route_blocks, route_kernel
 from trellis_kernels.cute.moe_up import up_kernel, up_shared_bytes
+from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 from trellis_kernels.errors import KernelTypeError, KernelValueError
 from trellis_prep import PreparedExperts
 
-__all__ = ["MoeSmall", "build", "moe_small"]
+__all__ = ["MoeSmall", "build", "load", "moe_small"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SHARED_PER_SM_KIB = 228
 _ALIGNMENT = 16  # bytes, of x and out
 _MOST_GRID_Y = 65535
+_ADDRESSES, _INTEGERS = 15, 6  # arguments of the compiled function
 
 
 def _carveout(shared_bytes: int, resident: int) -> int:
@@ -55,7 +61,9 @@ def _host(
     x: Int64,
     ids: Int64,
     weights: Int64,
+    g_map: Int64,
     words: Int64,
+    g_table: Int64,
     descriptors: Int64,
     input_scales: Int64,
     middle_scales: Int64,
@@ -69,21 +77,112 @@ def _host(
     max_tokens: Int32,
     groups: Int32,
     blocks: Int32,
+    map_length: Int32,
+    map_bytes: Int32,
     factor: Float32,
     key: Constexpr,
     stream: cuda.CUstream,
 ):
-    route_kernel(x, ids, descriptors, input_scales, out, scratch, tokens, max_tokens, key).launch(
-        grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps
-    )
-    up_kernel(words, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
+    if cutlass.const_expr(key.direct):
+        _launch_direct(
+            x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
+            up_bias, down_bias, out, scratch, tokens, map_length, map_bytes, factor, key, stream,
+        )  # fmt: skip
+    else:
+        _launch_grouped(
+            x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
+            up_bias, down_bias, out, scratch, tokens, max_tokens, groups, blocks, map_length, map_bytes, factor, key,
+            stream,
+        )  # fmt: skip
+
+
+@cute.jit
+def _launch_direct(
+    x: Int64,
+    ids: Int64,
+    weights: Int64,
+    g_map: Int64,
+    words: Int64,
+    g_table: Int64,
+    descriptors: Int64,
+    input_scales: Int64,
+    middle_scales: Int64,
+    output_scales: Int64,
+    gate_bias: Int64,
+    up_bias: Int64,
+    down_bias: Int64,
+    out: Int64,
+    scratch: Int64,
+    tokens: Int32,
+    map_length: Int32,
+    map_bytes: Int32,
+    factor: Float32,
+    key: Constexpr,
+    stream: cuda.CUstream,
+):
+    direct_up_kernel(
+        x, ids, g_map, map_length, map_bytes, descriptors, words, g_table, input_scales, middle_scales, gate_bias,
+        up_bias, scratch, key,
+    ).launch(
+        grid=[key.width // BLOCK // key.up.blocks * key.up.split, tokens * key.top_k, 1],
+        block=[key.threads("up"), 1, 1],
+        cluster=[key.up.split, 1, 1],
+        stream=stream,
+        use_pdl=True,
+        **_occupancy(key.up, direct_up_bytes(key)),
+    )  # fmt: skip
+    direct_down_kernel(
+        ids, weights, g_map, map_length, map_bytes, factor, descriptors, words, g_table, output_scales, down_bias, out,
+        scratch, key,
+    ).launch(
+        grid=[key.padded_hidden // BLOCK // key.down.blocks, tokens * key.top_k, 1],
+        block=[key.threads("down"), 1, 1],
+        cluster=[1, key.top_k, 1],
+        stream=stream,
+        use_pdl=True,
+        **_occupancy(key.down, direct_down_bytes(key)),
+    )  # fmt: skip
+
+
+@cute.jit
+def _launch_grouped(
+    x: Int64,
+    ids: Int64,
+    weights: Int64,
+    g_map: Int64,
+    words: Int64,
+    g_table: Int64,
+    descriptors: Int64,
+    input_scales: Int64,
+    middle_scales: Int64,
+    output_scales: Int64,
+    gate_bias: Int64,
+    up_bias: Int64,
+    down_bias: Int64,
+    out: Int64,
+    scratch: Int64,
+    tokens: Int32,
+    max_tokens: Int32,
+    groups: Int32,
+    blocks: Int32,
+    map_length: Int32,
+    map_bytes: Int32,
+    factor: Float32,
+    key: Constexpr,
+    stream: cuda.CUstream,
+):
+    route_kernel(
+        x, ids, weights, g_map, map_length, map_bytes, factor, descriptors, input_scales, out, scratch, tokens,
+        max_tokens, key,
+    ).launch(grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps)  # fmt: skip
+    up_kernel(words, g_table, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
         grid=[key.width // BLOCK // key.up.blocks * key.up.split, groups, 1],
         block=[key.threads("up"), 1, 1],
         stream=stream,
         use_pdl=key.overlaps,
         **_occupancy(key.up, up_shared_bytes(key)),
     )
-    down_kernel(words, ids, weights, output_scales, down_bias, out, factor, scratch, max_tokens, key).launch(
+    down_kernel(words, g_table, output_scales, down_bias, out, scratch, max_tokens, key).launch(
         grid=[key.padded_hidden // BLOCK // key.down.blocks * key.down.split, groups, 1],
         block=[key.threads("down"), 1, 1],
         stream=stream,
@@ -100,12 +199,13 @@ def build(key: MoeSmallKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of 13 addresses, tokens, capacity, groups, blocks, factor and a stream.
+        A callable of 15 addresses, tokens, capacity, groups, blocks, length and value bytes of the map, factor and a
+        stream.
     """
     return cute.compile(
         _host,
-        *[Int64(0)] * 13,
-        *[Int32(1)] * 4,
+        *[Int64(0)] * _ADDRESSES,
+        *[Int32(1)] * _INTEGERS,
         Float32(1.0),
         key,
         cuda.CUstream(0),
@@ -113,10 +213,17 @@ def build(key: MoeSmallKey, options: str) -> Any:
     )
 
 
-_ADDRESSES = 13
-_KINDS = ("address",) * _ADDRESSES + ("int",) * 4 + ("float",)
-_X, _IDS, _WEIGHTS, _OUT = 0, 1, 2, 11
-_TOKENS, _CAPACITY, _GROUPS, _BLOCKS, _FACTOR, _STREAM = range(_ADDRESSES, _ADDRESSES + 6)
+def load(key: MoeSmallKey) -> None:
+    """Put the table of a key's codebook on the current device, so that a launch has nothing left to copy."""
+    if key.codebook in TABLE_CODEBOOKS:
+        table_address(key.codebook, "compact", torch.cuda.current_device())
+
+
+_X, _IDS, _WEIGHTS, _MAP, _FIXED, _OUT = 0, 1, 2, 3, 4, 13
+_TOKENS, _CAPACITY, _GROUPS, _BLOCKS, _MAP_LENGTH, _MAP_BYTES, _FACTOR, _STREAM = range(
+    _ADDRESSES, _ADDRESSES + _INTEGERS + 2
+)
+_KINDS = ("address",) * _ADDRESSES + ("int",) * _INTEGERS + ("float",)
 
 
 class MoeSmall:
@@ -162,8 +269,10 @@ class MoeSmall:
         )  # fmt: skip
         with torch.cuda.device(self._device):
             self._call = ArgumentSlots(compiler.ready(key), _KINDS, cuda.CUstream(0))
-        for index, tensor in enumerate(fixed):
-            self._call.set(_WEIGHTS + 1 + index, 0 if tensor is None else tensor.data_ptr())
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in fixed]
+        addresses.insert(1, table_address(key.codebook, "compact", self._device.index))
+        for index, address in enumerate(addresses):
+            self._call.set(_FIXED + index, address)
         self._call.set(_OUT + 1, scratch.data_ptr())
         self._call.set(_CAPACITY, max_tokens)
 
@@ -174,15 +283,18 @@ class MoeSmall:
         topk_weights: torch.Tensor,
         out: torch.Tensor,
         *,
+        expert_map: torch.Tensor | None = None,
         factor: float = 1.0,
     ) -> torch.Tensor:
         """Launch on the current stream of the device.
 
         Args:
             x: `[tokens, hidden]`, the key's `x_dtype`, contiguous, 16-byte aligned.
-            topk_ids: `[tokens, top_k] int32 or int64`, contiguous; an id outside [0, experts) adds nothing.
+            topk_ids: `[tokens, top_k] int32 or int64`, contiguous; an id that is no expert adds nothing.
             topk_weights: `[tokens, top_k]`, the key's `weight_dtype`, contiguous.
             out: `[tokens, hidden]`, the key's `out_dtype`, contiguous, 16-byte aligned, written whole.
+            expert_map: `[global experts] int32 or int64`, contiguous: local expert of each global id, -1 for none; None
+                is the identity.
             factor: multiplies every router weight.
 
         Returns:
@@ -192,7 +304,7 @@ class MoeSmall:
             KernelTypeError: if a dtype or device is wrong.
             KernelValueError: if a shape, stride or alignment is wrong, or there are more tokens than the capacity.
         """
-        self._check(x, topk_ids, topk_weights, out)
+        self._check(x, topk_ids, topk_weights, out, expert_map)
         tokens = x.shape[0]
         if tokens == 0:
             return out
@@ -202,6 +314,9 @@ class MoeSmall:
         call.set(_TOKENS, tokens)
         call.set(_GROUPS, self.key.most_groups(tokens))
         call.set(_BLOCKS, route_blocks(self.key, tokens))
+        call.set(_MAP, 0 if expert_map is None else expert_map.data_ptr())
+        call.set(_MAP_LENGTH, self.key.num_experts if expert_map is None else expert_map.numel())
+        call.set(_MAP_BYTES, 0 if expert_map is None else expert_map.element_size())
         call.set(_FACTOR, factor)
         call.set(_STREAM, torch.cuda.current_stream(self._device).cuda_stream)
         if torch.cuda.current_device() == self._device.index:
@@ -211,7 +326,14 @@ class MoeSmall:
                 call()
         return out
 
-    def _check(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+    def _check(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
         key = self.key
         x_dtype, out_dtype, weight_dtype = self._dtypes
         tokens = x.shape[0] if x.ndim else 0
@@ -234,6 +356,12 @@ class MoeSmall:
                 raise KernelValueError(f"{name} must start at a multiple of {_ALIGNMENT} bytes, got {past} past one")
         if tokens > self.max_tokens:
             raise KernelValueError(f"{tokens} tokens do not fit a capacity of {self.max_tokens}")
+        if expert_map is not None:
+            check_dtype("expert_map", expert_map, torch.int32, torch.int64)
+            check_shape("expert_map", expert_map, None)
+            check_device(self._device, expert_map=expert_map)
+            if not expert_map.is_contiguous():
+                raise KernelValueError(f"expert_map must be contiguous, got strides {expert_map.stride()}")
 
 
 def moe_small(
@@ -246,6 +374,7 @@ def moe_small(
     max_tokens: int,
     scratch: torch.Tensor,
     out: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
     """The routed experts of a layer; arguments and errors are those of `MoeSmall`.
@@ -259,7 +388,7 @@ def moe_small(
     place = (key, max_tokens, scratch.data_ptr(), scratch.numel())
     if place not in known:
         known[place] = MoeSmall(experts, key=key, max_tokens=max_tokens, scratch=scratch, keep=False)
-    return known[place](x, topk_ids, topk_weights, out, factor=factor)
+    return known[place](x, topk_ids, topk_weights, out, expert_map=expert_map, factor=factor)
 
 
 _bound: WeakKeyDictionary[PreparedExperts, dict[tuple[MoeSmallKey, int, int, int], MoeSmall]] = WeakKeyDictionary()

@@ -19,15 +19,18 @@ from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
 from trellis_kernels.cute.moe_gemm import (
+    fill_table,
     lane_rows,
     load_block_sums,
     multiply_strip,
     shared_bytes,
     split_steps,
+    table_bytes,
     warp_bytes,
 )
 from trellis_kernels.cute.moe_key import MoeSmallKey
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
+from trellis_kernels.cute.moe_middle import join_block, load_vectors, store_block
 from trellis_kernels.cute.moe_scratch import GROUP_BYTES, SLOT_BYTES, Scratch, load_place, scratch_at
 
 __all__ = ["ready_count", "up_kernel", "up_shared_bytes"]
@@ -37,7 +40,7 @@ _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
 def up_shared_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
-    return shared_bytes("up", key) + 16
+    return shared_bytes("up", key) + 16 + table_bytes(key)
 
 
 def ready_count(key: MoeSmallKey) -> int:
@@ -71,13 +74,7 @@ def _finish(
     key: MoeSmallKey,
 ) -> None:
     """From sums in the rotated basis to the rotated fp16 input of down, for one block of one row."""
-    signs = moe_math.hadamard_signs(lane)
-    channel = block * BLOCK + lane * LANE_CHANNELS
-    row = Int64(expert) * (key.projections + 1)
-    # every load before any use, so that they wait together
-    vectors = [
-        moe_math.load_scales(scales, (row + index) * key.width + Int64(channel)) for index in range(key.projections + 1)
-    ]
+    vectors = load_vectors(scales, expert, block, lane, key)
     branches = sums
     if key.is_bytes:
         first_law = part.rotated_laws + _input_entry(part, slot, key) * moe_bytes.LAW_BYTES
@@ -85,20 +82,8 @@ def _finish(
             moe_bytes.apply_law(values, first_law + (projection % key.rotated_inputs) * moe_bytes.LAW_BYTES)
             for projection, values in enumerate(sums)
         ]
-    branches = [
-        [a * b for a, b in zip(moe_math.hadamard(values, signs), svh, strict=True)]
-        for values, svh in zip(branches, vectors, strict=False)
-    ]
-    for projection, bias in enumerate(biases[2 - key.projections :]):
-        if key.biased[projection + 2 - key.projections]:
-            addend = moe_math.load_scales(bias, Int64(expert) * key.width + Int64(channel))
-            branches[projection] = [a + b for a, b in zip(branches[projection], addend, strict=True)]
-    joined = moe_math.activate(branches[0] if key.gated else None, branches[-1], key.activation)
-    rotated = moe_math.hadamard([a * b for a, b in zip(joined, vectors[-1], strict=True)], signs)
-    target = part.joined + Int64(slot) * (2 * key.width) + Int64(block * (2 * BLOCK))
-    first = target + Int64(moe_math.stored_offset(lane))
-    for index, word in enumerate(moe_math.stored_words(rotated)):
-        gpu.store_words(first + 8 * index, [word])
+    rotated = join_block(branches, vectors, biases, expert, block, lane, key)
+    store_block(part.joined + Int64(slot) * (2 * key.width), block, lane, rotated)
 
 
 @cute.jit
@@ -201,6 +186,7 @@ def _ordered_parts(part: Scratch, slot: Int32, projection: int, channel: Int32, 
 @cute.kernel
 def up_kernel(
     words: Int64,
+    g_table: Int64,
     scales: Int64,
     gate_bias: Int64,
     up_bias: Int64,
@@ -216,6 +202,8 @@ def up_kernel(
     smem = cutlass.memory.SmemAllocator()
     s_sums = smem.allocate_array(Float32, shared_bytes("up", key) // 4, byte_alignment=16).toint()
     s_last = smem.allocate_array(Int32, 4, byte_alignment=16).toint()
+    s_table = smem.allocate_array(Int32, table_bytes(key) // 4, byte_alignment=16).toint()
+    fill_table(g_table, s_table, thread, key.threads("up"), key)
     part = scratch_at(scratch, max_tokens, key)
     strips = key.strips("up")
     strip = warp % strips
@@ -257,6 +245,7 @@ def up_kernel(
             steps[1],
             Int32(key.up.slices),
             lane,
+            s_table,
             key.up_rates,
             key.width // 16,
             key.up,

@@ -190,45 +190,24 @@ def _plan(
     topk_weights: torch.Tensor,
     device: torch.device,
 ) -> ExecutionPlan:
-    """One launch over all tokens where its scratch stays within its bound, else launches over parts of them."""
-
-    def plan(tokens: int) -> ExecutionPlan:
-        return plan_execution(
-            weights,
-            activation=ActivationSpec(nonlinearity=activation, io_dtype=io_dtype_name(x.dtype)),
-            capacity=ExecutionCapacity(max_tokens=tokens, top_k=topk_ids.shape[1], scratch_bound=MAX_SCRATCH_BYTES),
-            routing=RoutingSpec(
-                id_dtype=str(topk_ids.dtype).removeprefix("torch."), weight_dtype=io_dtype_name(topk_weights.dtype)
-            ),
-            device=device,
-        )
-
-    whole = plan(max(x.shape[0], 1))
-    if whole.required_nbytes() <= MAX_SCRATCH_BYTES:
-        return whole
-    return plan(_launch_tokens(weights, x.shape[0], topk_ids.shape[1]))
-
-
-def _launch_tokens(weights: WeightPlan, tokens: int, top_k: int) -> int:
-    """Tokens of one launch, so that scratch stays within its bound however many there are; a token at least."""
-    each = total_bytes(op_by_op_scratch(weights, ExecutionCapacity(max_tokens=1, top_k=top_k)))
-    return max(min(tokens, MAX_SCRATCH_BYTES // each), 1)
+    """A run over all tokens, cut into launches whose scratch stays within its bound; one of a token at least."""
+    top_k = topk_ids.shape[1]
+    bound = max(MAX_SCRATCH_BYTES, total_bytes(op_by_op_scratch(weights, top_k)))
+    return plan_execution(
+        weights,
+        activation=ActivationSpec(nonlinearity=activation, io_dtype=io_dtype_name(x.dtype)),
+        capacity=ExecutionCapacity(max_tokens=max(x.shape[0], 1), top_k=top_k, scratch_bound=bound),
+        routing=RoutingSpec(
+            id_dtype=str(topk_ids.dtype).removeprefix("torch."), weight_dtype=io_dtype_name(topk_weights.dtype)
+        ),
+        device=device,
+    )
 
 
 def _launch(
     binding: Binding, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tell: Progress
 ) -> torch.Tensor:
-    """All tokens, launch by launch; a token's bits do not depend on which others share its launch."""
-    y = torch.empty(x.shape, dtype=torch.float32)
-    step, device = binding.plan.capacity.max_tokens, binding.experts.device
-    for first in range(0, x.shape[0], step):
-        part = slice(first, first + step)
-        inputs = (tensor[part].to(device) for tensor in (x, topk_ids, topk_weights))
-        out = torch.empty(y[part].shape, dtype=y.dtype, device=device)
-        y[part] = binding.run(*inputs, out=out, progress=_after(first, x.shape[0], out.shape[0], tell))
-    return y
-
-
-def _after(first: int, tokens: int, share: int, tell: Progress) -> Callable[[int, int], None]:
-    """Progress of one launch as progress over all tokens."""
-    return lambda done, total: tell("run", first * total + share * done, tokens * total)
+    device = binding.experts.device
+    inputs = (tensor.contiguous().to(device) for tensor in (x, topk_ids, topk_weights))
+    out = torch.empty(x.shape, dtype=torch.float32, device=device)
+    return binding.run(*inputs, out=out, progress=lambda done, total: tell("run", done, total)).cpu()

@@ -119,7 +119,7 @@ def describe_run(layer: Layer, result: LayerRun) -> dict[str, Any]:
         "non_finite_tokens": int((~torch.isfinite(result.y)).any(dim=1).sum()),
         "top_k": plan.capacity.top_k,
         "device": str(result.experts.device),
-        "path": dict(plan.backends),
+        "path": dict(plan.variant_for(result.y.shape[0]).backends),
         "prepared_bytes": result.experts.nbytes,
         "code_bytes": result.experts.layout.code_bytes,
         "scratch_bytes": plan.required_nbytes(),

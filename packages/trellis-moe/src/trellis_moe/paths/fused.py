@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from trellis_kernels.layers import LayerLaunch, MoeSmallKey, PrefillPlan, moe_small, precompile_layer, prefill_layer
-from trellis_moe.plan import ExecutionPlan
-from trellis_moe.scratch import FUSED_ALIGNMENT, FUSED_BUFFER
+from trellis_kernels.layers import LayerLaunch, MoeSmallKey, PrefillPlan, moe_small, prefill_layer
+from trellis_moe.scratch import align_fused
 from trellis_prep import PreparedExperts
 
 __all__ = ["FewTokens", "ManyTokens"]
@@ -16,23 +15,30 @@ __all__ = ["FewTokens", "ManyTokens"]
 Progress = Callable[[int, int], None]
 
 
-def _aligned(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The kernels' scratch: the buffer from the first boundary that they ask for."""
-    arena = buffers[FUSED_BUFFER]
-    return arena[-arena.data_ptr() % FUSED_ALIGNMENT :]
-
-
 class FewTokens:
-    """One layer's launch through the kernels of few tokens, compiled when it is bound."""
+    """One layer's launch through the kernels of few tokens.
+
+    Args:
+        tokens: most tokens.
+        key: the kernels.
+        experts: the layer.
+        arena: bytes that hold its scratch.
+        expert_map: `[global experts] int32 or int64`, see `trellis_moe.binding.bind`.
+    """
 
     def __init__(
-        self, plan: ExecutionPlan, key: MoeSmallKey, experts: PreparedExperts, buffers: dict[str, torch.Tensor]
+        self,
+        tokens: int,
+        key: MoeSmallKey,
+        experts: PreparedExperts,
+        arena: torch.Tensor,
+        expert_map: torch.Tensor | None,
     ) -> None:
-        self._max_tokens = plan.capacity.max_tokens
+        self._max_tokens = tokens
         self._key = key
         self._experts = experts
-        self._scratch = _aligned(buffers)
-        precompile_layer(key)
+        self._scratch = align_fused(arena)
+        self._expert_map = expert_map
 
     def run(
         self,
@@ -52,6 +58,7 @@ class FewTokens:
             max_tokens=self._max_tokens,
             scratch=self._scratch,
             out=out,
+            expert_map=self._expert_map,
             factor=self._experts.source.up_divisor,
         )
         progress(1, 1)
@@ -59,12 +66,18 @@ class FewTokens:
 
 
 class ManyTokens:
-    """One layer's launch through the kernels of many tokens, compiled when it is bound."""
+    """One layer's launch through the kernels of many tokens; arguments as `FewTokens`."""
 
-    def __init__(self, prefill: PrefillPlan, experts: PreparedExperts, buffers: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        prefill: PrefillPlan,
+        experts: PreparedExperts,
+        arena: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
         self._factor = experts.source.up_divisor
-        self._layer: LayerLaunch = prefill_layer(experts, plan=prefill, scratch=_aligned(buffers))
-        precompile_layer(prefill)
+        self._expert_map = expert_map
+        self._layer: LayerLaunch = prefill_layer(experts, plan=prefill, scratch=align_fused(arena))
 
     def run(
         self,
@@ -75,6 +88,6 @@ class ManyTokens:
         progress: Progress,
     ) -> torch.Tensor:
         """Launch; arguments as `Binding.run`, already checked, at least one token."""
-        self._layer(x, topk_ids, topk_weights, out, factor=self._factor)
+        self._layer(x, topk_ids, topk_weights, out, expert_map=self._expert_map, factor=self._factor)
         progress(1, 1)
         return out

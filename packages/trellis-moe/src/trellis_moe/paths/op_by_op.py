@@ -1,6 +1,6 @@
 """Owns the path that runs one op after the other, each through its planned backend.  It must not choose backends.
 
-rotate x into each projection's basis -> gate, up GEMMs -> rotate out, activate, rotate in -> down GEMM
+map ids -> rotate x into each projection's basis -> gate, up GEMMs -> rotate out, activate, rotate in -> down GEMM
 -> rotate out -> weighted sum of each token's routes
 """
 
@@ -22,6 +22,8 @@ from trellis_kernels import (
     rotate_output,
 )
 from trellis_moe.plan import ExecutionPlan
+from trellis_moe.scratch import carve
+from trellis_moe.variants import Variant
 from trellis_prep import PreparedExperts
 
 __all__ = ["OpByOp"]
@@ -30,12 +32,28 @@ Progress = Callable[[int, int], None]
 
 
 class OpByOp:
-    """One layer's launch, op by op, in buffers that were carved beforehand."""
+    """One layer's launch, op by op, in buffers that were carved beforehand.
 
-    def __init__(self, plan: ExecutionPlan, experts: PreparedExperts, buffers: dict[str, torch.Tensor]) -> None:
-        self._plan = plan
+    Args:
+        plan: the plan.
+        variant: which of its launches.
+        experts: the layer.
+        arena: bytes for its buffers.
+        expert_map: `[global experts] int32 or int64`, see `trellis_moe.binding.bind`.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        variant: Variant,
+        experts: PreparedExperts,
+        arena: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        self._plan, self._variant = plan, variant
         self._experts = experts
-        self._buffers = buffers
+        self._expert_map = expert_map
+        self._buffers = carve(arena, variant.scratch)
         self._banks = code_banks(experts)
 
     def run(
@@ -47,18 +65,16 @@ class OpByOp:
         progress: Progress,
     ) -> torch.Tensor:
         """Launch; arguments as `Binding.run`, already checked, at least one token."""
-        plan, experts = self._plan, self._experts
+        plan, variant, experts = self._plan, self._variant, self._experts
         tokens, top_k = topk_ids.shape
         routes = tokens * top_k
         view = {name: buffer[:routes] for name, buffer in self._buffers.items()}
-        num_experts = experts.source.geometry.num_experts
-        flat = topk_ids.reshape(-1)
-        dropped = (flat < 0) | (flat >= num_experts)
-        view["experts"].copy_(flat).masked_fill_(dropped, -1)
-        view["tokens"].copy_(torch.arange(routes, device=x.device) // top_k)
-        view["route_weights"].copy_(topk_weights.reshape(-1)).masked_fill_(dropped, 0.0)
+        self._take_routes(topk_ids, topk_weights, view)
         packed = pack_routes(
-            topk_ids, num_experts=num_experts, block_rows=plan.block_rows, backend=plan.backend("pack_routes")
+            view["experts"].view(tokens, top_k),
+            num_experts=experts.source.geometry.num_experts,
+            block_rows=variant.block_rows,
+            backend=variant.backend("pack_routes"),
         )
         projections = experts.source.geometry.projections
         steps = len(projections) + 1
@@ -67,7 +83,7 @@ class OpByOp:
             progress(index + 1, steps)
         up = view["up"]
         activate(
-            view.get("gate"), up, activation=plan.activation.nonlinearity, out=up, backend=plan.backend("activate")
+            view.get("gate"), up, activation=plan.activation.nonlinearity, out=up, backend=variant.backend("activate")
         )
         self._second_gemm(view, packed)
         progress(len(projections), steps)
@@ -76,10 +92,24 @@ class OpByOp:
             view["route_weights"].view(tokens, top_k),
             factor=experts.source.up_divisor,
             out=out,
-            backend=plan.backend("reduce_routes"),
+            backend=variant.backend("reduce_routes"),
         )
         progress(steps, steps)
         return out
+
+    def _take_routes(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, view: dict[str, torch.Tensor]) -> None:
+        """Local expert, token and weight of each route; -1 and 0 for a route that has no expert here."""
+        ids, top_k = topk_ids.reshape(-1).long(), topk_ids.shape[1]
+        dropped = ids < 0
+        if self._expert_map is not None:
+            known = self._expert_map.numel()
+            dropped |= ids >= known
+            ids = self._expert_map.long()[ids.clamp(0, known - 1)]
+            dropped |= ids < 0
+        dropped |= ids >= self._experts.source.geometry.num_experts
+        view["experts"].copy_(ids).masked_fill_(dropped, -1)
+        view["tokens"].copy_(torch.arange(ids.numel(), device=ids.device) // top_k)
+        view["route_weights"].copy_(topk_weights.reshape(-1)).masked_fill_(dropped, 0.0)
 
     def _first_gemm(
         self,
@@ -89,7 +119,7 @@ class OpByOp:
         view: dict[str, torch.Tensor],
         packed: PackedRoutes,
     ) -> None:
-        experts, plan = self._experts, self._plan
+        experts, variant = self._experts, self._variant
         table = 0 if experts.source.joint_input_scales else index
         if index == 0 or not experts.source.joint_input_scales:
             rotate_input(
@@ -98,11 +128,11 @@ class OpByOp:
                 rows=view["tokens"],
                 tables=view["experts"],
                 out=view["rotated_input"],
-                backend=plan.backend("rotate_input"),
+                backend=variant.backend("rotate_input"),
             )
         branch = view[projection.value]
         grouped_gemm(
-            view["rotated_input"], self._banks[index], packed, out=branch, backend=plan.backend("grouped_gemm")
+            view["rotated_input"], self._banks[index], packed, out=branch, backend=variant.backend("grouped_gemm")
         )
         rotate_output(
             branch,
@@ -110,22 +140,22 @@ class OpByOp:
             tables=view["experts"],
             bias=experts.biases.get(projection),
             out=branch,
-            backend=plan.backend("rotate_output"),
+            backend=variant.backend("rotate_output"),
         )
 
     def _second_gemm(self, view: dict[str, torch.Tensor], packed: PackedRoutes) -> None:
-        experts, plan = self._experts, self._plan
+        experts, variant = self._experts, self._variant
         last = len(self._banks) - 1
         rotate_input(
             view["up"],
             experts.intermediate_scales[:, last],
             tables=view["experts"],
             out=view["rotated_activation"],
-            backend=plan.backend("rotate_input"),
+            backend=variant.backend("rotate_input"),
         )
         output = view["route_output"]
         grouped_gemm(
-            view["rotated_activation"], self._banks[last], packed, out=output, backend=plan.backend("grouped_gemm")
+            view["rotated_activation"], self._banks[last], packed, out=output, backend=variant.backend("grouped_gemm")
         )
         rotate_output(
             output,
@@ -133,5 +163,5 @@ class OpByOp:
             tables=view["experts"],
             bias=experts.biases.get(Projection.DOWN),
             out=output,
-            backend=plan.backend("rotate_output"),
+            backend=variant.backend("rotate_output"),
         )
