@@ -120,18 +120,25 @@ class Launch:
         self.scratch = torch.empty(scratch_nbytes(key, max_tokens), dtype=torch.uint8, device="cuda")
         self.function = MoeSmall(self.experts, key=key, max_tokens=max_tokens, scratch=self.scratch)
 
-    def __call__(self, routes: Routes) -> torch.Tensor:
+    def __call__(self, routes: Routes, expert_map: torch.Tensor | None = None) -> torch.Tensor:
         """The result on the host."""
         self.scratch.fill_(0xFF)
         moved = [tensor.cuda() for tensor in (routes.x, routes.ids, routes.weights)]
         dtype = {name: kind for kind, name in NAMES.items()}[self.key.out_dtype]
         out = torch.full((routes.x.shape[0], self.key.hidden), float("nan"), dtype=dtype, device="cuda")
-        self.launch(*moved, out)
+        self.launch(*moved, out, expert_map)
         return out.cpu()
 
-    def launch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> None:
         """On device tensors."""
-        self.function(x, ids, weights, out, factor=self.experts.source.up_divisor)
+        self.function(x, ids, weights, out, expert_map=expert_map, factor=self.experts.source.up_divisor)
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -14,10 +14,11 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import codebooks, gemm_loop
 from trellis_kernels.cute.gemm_share import share_of
+from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
 PAIRS = [
     pytest.param(name, rate, id=f"{name}-{rate}")
-    for name in codebooks.DEVICE_CODEBOOKS
+    for name in (*codebooks.DEVICE_CODEBOOKS, *TABLE_CODEBOOKS)
     for rate in CODEBOOKS[name].legal_rates
 ]
 STORED = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
@@ -69,7 +70,7 @@ class Memory:
         return [c[z] + product[G + 8 * (z // 2), 2 * T + z % 2] for z in range(4)]
 
 
-def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic, columns, within):
+def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic, columns, within, s_table=0):
     """One step of strip 1 in numpy: sums `[4, columns, 4, lanes]`, the chains added up."""
     for module in (codebooks, gemm_loop):
         monkeypatch.setattr(module, "primitives", numpy_warp)
@@ -82,7 +83,7 @@ def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic,
     g_share = 4 * rate.tile_bytes + gemm_loop.lane_offset(rate, codes.shape[1], LANE)
     gemm_loop.load_share(words, 0, g_share, share)
     gemm_loop.load_rows(row_words, 0, within, 0, columns, arithmetic)
-    gemm_loop.consume(sums, words, row_words, 0, 0, share, LANE, codebook, columns, arithmetic)
+    gemm_loop.consume(sums, words, row_words, 0, 0, share, LANE, s_table, codebook, columns, arithmetic)
     return sums.sum(axis=2)
 
 
@@ -94,14 +95,15 @@ def channel_of(rate: Rate, place: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("codebook", "rate"), PAIRS)
-def test_one_step_of_a_strip_is_the_product(monkeypatch, numpy_warp, codebook: str, rate: Rate) -> None:
+def test_one_step_of_a_strip_is_the_product(monkeypatch, numpy_warp, numpy_table, codebook: str, rate: Rate) -> None:
     rng = np.random.default_rng(rate.half_bits)
     columns = 2
     codes = rng.integers(-(2**15), 2**15, (4, 8, rate.tile_words16), dtype=np.int16)
     rows = rng.standard_normal((16, 64)).astype(np.float16)
     stored = np.ascontiguousarray(rows.reshape(16, 4, 16)[:, :, STORED]).reshape(16, 64)
     within = [(column * 8 + G) * 128 + T * 32 for column in range(columns)]
-    sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, "exact", columns, within)
+    s_table = numpy_table(codebook, "compact")[1] if codebook in TABLE_CODEBOOKS else 0
+    sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, "exact", columns, within, s_table)
     found = np.zeros((16, 64))
     for place in range(4):
         for column in range(columns):

@@ -31,7 +31,7 @@ from trellis_kernels.cute.table_codebooks import table_codebook
 from trellis_kernels.cute.window import LANES, cut_windows, lane_geometry, plan_cuts
 from trellis_kernels.errors import KernelTypeError, KernelValueError
 
-__all__ = ["build", "decode", "decode_fragments", "load"]
+__all__ = ["build", "decode", "decode_fragments", "load", "table_address"]
 
 _WARPS = 4  # of a block; each has its own strip and its own part of shared memory
 _STRIP = 4  # tiles of a strip
@@ -336,7 +336,7 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, table: str = "auto
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         kernel(
             *_pointers(codes.data_ptr(), out.data_ptr()),
-            _table_address(key, codes.device.index),
+            table_address(key.codebook, key.table, codes.device.index),
             tile_rows,
             n_tiles,
             *_grid(key, codes.device.index, tile_rows, n_tiles),
@@ -347,13 +347,15 @@ def decode(codes: torch.Tensor, *, codebook: str, rate: Rate, table: str = "auto
 
 def load(key: DecodeKey) -> None:
     """Put the table of a key's codebook on the current device, so that a launch has nothing left to copy."""
-    _table_address(key, torch.cuda.current_device() if table_codebook(key.codebook, key.table) else 0)
+    if table_codebook(key.codebook, key.table) is not None:
+        table_address(key.codebook, key.table, torch.cuda.current_device())
 
 
-def _table_address(key: DecodeKey, device: int) -> int:
-    if table_codebook(key.codebook, key.table) is None:
+def table_address(codebook: str, table: str, device: int) -> int:
+    """Where a codebook's table lies on a device, put there on first use; 0 for one that is arithmetic alone."""
+    if table_codebook(codebook, table) is None:
         return 0
-    return _table_tensor(key.codebook, key.table, device).data_ptr()
+    return _table_tensor(codebook, table, device).data_ptr()
 
 
 @cache  # a table stays, because graphs that were captured with it may be replayed at any time

@@ -13,7 +13,7 @@ conversion and no join.  An activation is 256 hi + lo in two signed bytes, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cutlass
@@ -24,8 +24,18 @@ from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives, primitives
 from trellis_kernels.cute.codebooks import get_device_codebook
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, share_of
+from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
-__all__ = ["ROW_STEP_BYTES", "accumulate", "consume", "lane_offset", "multiply_cost", "row_words", "sum_chains"]
+__all__ = [
+    "ROW_STEP_BYTES",
+    "accumulate",
+    "consume",
+    "lane_offset",
+    "multiply_cost",
+    "pair_decoder",
+    "row_words",
+    "sum_chains",
+]
 
 ROW_STEP_BYTES = 2 * STEP_CHANNELS
 """Bytes of a step of one row, in either arithmetic."""
@@ -62,12 +72,17 @@ def row_words(arithmetic: str) -> int:
     return 8 if arithmetic == "exact" else 4
 
 
-def load_rows(r_rows: Any, stage: int, g_rows: Any, step: Int32, columns: int, arithmetic: str) -> None:
-    """Issue the loads of one step of the B operand of each product."""
+def load_rows(
+    r_rows: Any, stage: int, rows: Any, step: Int32, columns: int, arithmetic: str, *, are_shared: bool = False
+) -> None:
+    """Issue the loads of one step of the B operand of each product, from global or from shared memory."""
     for column in range(columns):
         for first in range(0, row_words(arithmetic), 4):
-            g_load = g_rows[column] + Int64(step * ROW_STEP_BYTES + 4 * first)
-            loaded = gemm_primitives.load_words(g_load, 4, read_only=False)
+            at = step * ROW_STEP_BYTES + 4 * first
+            if are_shared:
+                loaded = primitives.load_shared(rows[column] + at, 4)
+            else:
+                loaded = gemm_primitives.load_words(rows[column] + Int64(at), 4, read_only=False)
             for index in range(4):
                 r_rows[stage, column, first + index] = loaded[index]
 
@@ -89,6 +104,17 @@ def states_of(words: list[Uint32], share: Share, lane: Int32) -> Iterator[Uint32
     )
 
 
+def pair_decoder(codebook: str, rate: Rate, s_table: Int32) -> Callable[[Uint32, Uint32], Uint32]:
+    """From two states, each twice in its register, to the fp16 pair of their weights; `s_table` is the table's address.
+
+    Where the codebook is arithmetic alone the address is not read.
+    """
+    tabled = TABLE_CODEBOOKS.get(codebook)
+    if tabled is None:
+        return get_device_codebook(codebook).decode_pair
+    return lambda first, second: tabled.decode_pair(first, second, rate, s_table)
+
+
 def consume_exact(
     r_sums: Any,
     words: list[Uint32],
@@ -97,15 +123,16 @@ def consume_exact(
     piece: int,
     share: Share,
     lane: Int32,
+    s_table: Int32,
     codebook: str,
     columns: int,
 ) -> None:
     """Decode one piece to fp16 fragments, four for each output channel, and add their products to the sums."""
-    law = get_device_codebook(codebook)
+    decode_pair = pair_decoder(codebook, share.rate, s_table)
     states = states_of(words, share, lane)
     for place in range(len(share.windows) // 8):
         channel, quarter = piece * share.columns + place // 4, place % 4
-        pairs = [law.decode_pair(next(states), next(states)) for _ in range(4)]
+        pairs = [decode_pair(next(states), next(states)) for _ in range(4)]
         # pairs lie as (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8); the operand wants both n before the next k
         fragment = [pairs[0], pairs[2], pairs[1], pairs[3]]
         for column in range(columns):
@@ -121,6 +148,7 @@ def consume_bytes(
     piece: int,
     share: Share,
     lane: Int32,
+    _s_table: Int32,
     codebook: str,
     columns: int,
 ) -> None:
@@ -151,14 +179,14 @@ def _add(multiply: Any, r_sums: Any, place: tuple[int, int, int], fragment: list
 
 
 def consume(
-    r_sums: Any, r_words: Any, r_rows: Any, stage: int, row_stage: int, share: Share, lane: Int32, codebook: str,
-    columns: int, arithmetic: str,
+    r_sums: Any, r_words: Any, r_rows: Any, stage: int, row_stage: int, share: Share, lane: Int32, s_table: Int32,
+    codebook: str, columns: int, arithmetic: str,
 ) -> None:  # fmt: skip
     """Decode a stage and add its products to the sums."""
     for piece in range(share.pieces):
         words = [r_words[stage, piece * share.words + index] for index in range(share.words)]
         one = consume_exact if arithmetic == "exact" else consume_bytes
-        one(r_sums, words, r_rows, row_stage, piece, share, lane, codebook, columns)
+        one(r_sums, words, r_rows, row_stage, piece, share, lane, s_table, codebook, columns)
 
 
 def sum_chains(columns: int, arithmetic: str) -> int:
@@ -174,6 +202,7 @@ def accumulate(
     end: Int32,
     stride: Int32,
     lane: Int32,
+    s_table: Int32,
     find_rows: Constexpr,
     half_bits: Constexpr,
     codebook: Constexpr,
@@ -181,39 +210,41 @@ def accumulate(
     columns: Constexpr,
     stages: Constexpr,
     arithmetic: Constexpr,
+    rows_are_shared: Constexpr = False,
 ):
     """Add steps first, first + stride, ... below end to the sums `[4 output channels, columns, chains, 4]`.
 
     `g_strip` is the strip's first tile of step 0.  `find_rows(columns)` gives the address of this lane's row and 16
-    channels of step 0 for each column; it is called once the first weights are on their way, so that it may wait.
+    channels of step 0 for each column, in global memory or in shared; it is called once the first weights are on their
+    way, so that it may wait.  `s_table` is as in `pair_decoder`.
     """
     rate = Rate(half_bits)
     share = share_of(rate, multiply_cost(codebook, arithmetic))
     step_bytes = STEP_TILES * n_tiles * rate.tile_bytes
     g_share = g_strip + Int64(lane_offset(rate, n_tiles, lane))
     # Rows come from the L1 after the first warp has read them; beyond one column registers are dearer than that wait.
-    row_stages = stages if columns == 1 else 1
+    row_stages = stages if columns == 1 and not rows_are_shared else 1
     r_words = cute.make_rmem_tensor(cute.make_layout((stages, share.step_words)), Uint32)
     r_rows = cute.make_rmem_tensor(cute.make_layout((row_stages, columns, row_words(arithmetic))), Uint32)
     for stage in cutlass.range_constexpr(stages):
         ahead = cutlass.min(first + stage * stride, end - 1)
         load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
-    g_rows = find_rows(columns)
+    rows = find_rows(columns)
     if cutlass.const_expr(row_stages > 1):
         for stage in cutlass.range_constexpr(stages):
             ahead = cutlass.min(first + stage * stride, end - 1)
-            load_rows(r_rows, stage, g_rows, ahead, columns, arithmetic)
+            load_rows(r_rows, stage, rows, ahead, columns, arithmetic)
     rounds = (end - first + stride * stages - 1) // (stride * stages)
     for turn in cutlass.range(rounds, unroll=1):
         for stage in cutlass.range_constexpr(stages):
             step = first + (turn * stages + stage) * stride
             if step < end:
                 if cutlass.const_expr(row_stages == 1):
-                    load_rows(r_rows, 0, g_rows, step, columns, arithmetic)
+                    load_rows(r_rows, 0, rows, step, columns, arithmetic, are_shared=rows_are_shared)
                 row_stage = stage if row_stages > 1 else 0
-                consume(r_sums, r_words, r_rows, stage, row_stage, share, lane, codebook, columns, arithmetic)
+                consume(r_sums, r_words, r_rows, stage, row_stage, share, lane, s_table, codebook, columns, arithmetic)
             ahead = step + stages * stride
             if ahead < end:
                 load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
                 if cutlass.const_expr(row_stages > 1):
-                    load_rows(r_rows, stage, g_rows, ahead, columns, arithmetic)
+                    load_rows(r_rows, stage, rows, ahead, columns, arithmetic)

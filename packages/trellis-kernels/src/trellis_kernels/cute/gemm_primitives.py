@@ -45,7 +45,6 @@ __all__ = [
     "load_words",
     "local_id",
     "magnitude",
-    "map_to_block",
     "multiply_bytes",
     "multiply_halves",
     "pack_bytes",
@@ -54,7 +53,6 @@ __all__ = [
     "raise_shared_most",
     "reciprocal",
     "round_to_int",
-    "store_cluster_floats",
     "store_floats",
     "store_half",
     "store_shared_floats",
@@ -243,29 +241,18 @@ def add_shared_counter(address: Int32, value: Int32) -> Int32:
     return result
 
 
-def add_shared_total(address: Int32, value: Int32) -> None:
-    """Add to a 32-bit integer in shared memory."""
-    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+def add_shared_total(address: Int32, value: Int32, predicate: Boolean) -> None:
+    """Add to a 32-bit integer in shared memory, where the predicate holds."""
+    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[address, value], predicate=predicate)
 
 
-def raise_shared_most(address: Int32, value: Float32) -> None:
-    """Raise an fp32 value in shared memory to at least another, neither negative; NaN is above all."""
-    cute.arch.inline_ptx(
-        "{.reg .b32 a; mov.b32 a, {$r1}; red.shared.max.u32 [{$r0}], a;}", read_only_args=[address, value]
-    )
+def raise_shared_most(address: Int32, value: Float32, predicate: Boolean) -> None:
+    """Raise an fp32 value in shared memory to at least another, neither negative, where the predicate holds.
 
-
-def map_to_block(address: Int32, block: Int32) -> Int32:
-    """The address, in the shared memory of a block of the cluster, of what lies at an address of this block's."""
-    result: Int32 = cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, block]
-    )
-    return result
-
-
-def store_cluster_floats(address: Int32, values: list[Float32]) -> None:
-    """1, 2 or 4 consecutive fp32 values to the shared memory of a block of the cluster."""
-    _store("shared::cluster", "f32", address, values)
+    NaN is above all.
+    """
+    bits = _pure("mov.b32 $0, $1;", "r", "f", Float32(value))
+    cute.arch.inline_ptx("red.shared.max.u32 [{$r0}], {$r1};", read_only_args=[address, bits], predicate=predicate)
 
 
 def add_counter(address: Int64, value: Int32) -> Int32:

@@ -31,7 +31,7 @@ def step_bytes(share: Share, columns: int, arithmetic: str) -> int:
 
 
 def ring_bytes(rate: Rate, columns: int, arithmetic: str, stages: int) -> int:
-    """Shared memory of a warp."""
+    """Shared memory of a warp; `columns` is 0 where rows are not staged in it."""
     return stages * step_bytes(share_of(rate), columns, arithmetic)
 
 
@@ -84,6 +84,21 @@ class _Rows(_Words):
         return super().__getitem__((index[1] * self._words + index[2],))
 
 
+class _SharedRows:
+    """This lane's rows of a step where the whole rows lie in shared memory."""
+
+    def __init__(self, s_rows: Any, step: Int32) -> None:
+        self._s_rows, self._step = s_rows, step
+        self._loaded: dict[tuple[int, int], list[Uint32]] = {}
+
+    def __getitem__(self, index: Any) -> Uint32:
+        column, (piece, within) = index[1], divmod(index[2], _PIECE_WORDS)
+        if (column, piece) not in self._loaded:
+            s_load = self._s_rows[column] + self._step * ROW_STEP_BYTES + 4 * _PIECE_WORDS * piece
+            self._loaded[column, piece] = primitives.load_shared(s_load, _PIECE_WORDS)
+        return self._loaded[column, piece][within]
+
+
 @cute.jit
 def accumulate_from_ring(
     r_sums: cute.Tensor,
@@ -93,6 +108,7 @@ def accumulate_from_ring(
     stride: Int32,
     lane: Int32,
     s_ring: Int32,
+    s_table: Int32,
     find_rows: Constexpr,
     half_bits: Constexpr,
     codebook: Constexpr,
@@ -100,21 +116,23 @@ def accumulate_from_ring(
     columns: Constexpr,
     stages: Constexpr,
     arithmetic: Constexpr,
+    rows_are_shared: Constexpr = False,
 ):
     """As `gemm_loop.accumulate`; `s_ring` is this warp's shared memory, free for its lanes when this returns."""
     rate = Rate(half_bits)
     share = share_of(rate, multiply_cost(codebook, arithmetic))
     g_step = STEP_TILES * n_tiles * rate.tile_bytes
-    s_step = step_bytes(share, columns, arithmetic)
+    staged = 0 if rows_are_shared else columns
+    s_step = step_bytes(share, staged, arithmetic)
     s_words = share.step_words * 4 * LANES
     g_share = g_strip + Int64(lane_offset(rate, n_tiles, lane))
     for stage in cutlass.range_constexpr(stages - 1):
         ahead = cutlass.min(first + stage * stride, end - 1)
         _copy_share(s_ring + stage * s_step, g_share + Int64(ahead) * g_step, lane, share)
-    g_rows = find_rows(columns)
+    row_addresses = find_rows(columns)
     for stage in cutlass.range_constexpr(stages - 1):
         ahead = cutlass.min(first + stage * stride, end - 1)
-        _copy_rows(s_ring + stage * s_step + s_words, g_rows, ahead, lane, columns, arithmetic)
+        _copy_rows(s_ring + stage * s_step + s_words, row_addresses, ahead, lane, staged, arithmetic)
         gemm_primitives.commit_copies()
     s_here = s_ring
     s_next = s_ring + (stages - 1) * s_step
@@ -122,12 +140,15 @@ def accumulate_from_ring(
         ahead = step + (stages - 1) * stride
         if ahead < end:
             _copy_share(s_next, g_share + Int64(ahead) * g_step, lane, share)
-            _copy_rows(s_next + s_words, g_rows, ahead, lane, columns, arithmetic)
+            _copy_rows(s_next + s_words, row_addresses, ahead, lane, staged, arithmetic)
         gemm_primitives.commit_copies()
         gemm_primitives.wait_for_copies(stages - 1)
         words = _Words(s_here, lane, share.load_words)
-        rows = _Rows(s_here + s_words, lane, row_words(arithmetic))
-        consume(r_sums, words, rows, 0, 0, share, lane, codebook, columns, arithmetic)
+        if cutlass.const_expr(rows_are_shared):
+            rows = _SharedRows(row_addresses, step)
+        else:
+            rows = _Rows(s_here + s_words, lane, row_words(arithmetic))
+        consume(r_sums, words, rows, 0, 0, share, lane, s_table, codebook, columns, arithmetic)
         s_next = s_here
         s_here = s_here + s_step
         if s_here == s_ring + stages * s_step:

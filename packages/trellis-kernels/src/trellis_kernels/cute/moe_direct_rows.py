@@ -16,14 +16,26 @@ from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
 from trellis_kernels.cute.moe_key import MoeSmallKey
+from trellis_kernels.cute.moe_math import LANE_CHANNELS
+from trellis_kernels.cute.moe_middle import join_block
 from trellis_kernels.cute.moe_route import rotated_block
 
-__all__ = ["LAW_WORDS", "lane_offset", "load_law", "most_share_blocks", "rotate_rows", "share_blocks", "take_row"]
+__all__ = [
+    "LAW_WORDS",
+    "join_row",
+    "lane_offset",
+    "load_law",
+    "most_share_blocks",
+    "part_address",
+    "rotate_rows",
+    "row_blocks",
+    "share_blocks",
+]
 
 LAW_WORDS = 2
 """Of a row's law: the largest magnitude in fp32, the sum of its whole activations."""
 _BLOCK_BYTES = 2 * BLOCK
-_CHUNK = 8  # channels that a thread moves at once
+_LAW_BYTES = 4 * LAW_WORDS
 _LANE_MASKS = (1, 2, 4, 8, 16)
 
 
@@ -38,7 +50,18 @@ def share_blocks(key: MoeSmallKey, index: Int32) -> tuple[Int32, Int32]:
     return blocks * index // key.up.split, blocks * (index + 1) // key.up.split
 
 
+def row_blocks(key: MoeSmallKey) -> int:
+    """Most blocks of the joined row that a warp of down makes."""
+    return -(-(key.width // BLOCK) // (key.threads("down") // 32))
+
+
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
+
+
+def part_address(g_parts: Int64, route: Int32, rank: Any, projection: Any, channel: Int32, key: MoeSmallKey) -> Int64:
+    """Of a channel of gate's or up's sums over one share of the input channels."""
+    row = (Int64(route) * key.up.split + Int64(rank)) * key.projections + Int64(projection)
+    return g_parts + (row * key.width + Int64(channel)) * 4
 
 
 def lane_offset(lane: Int32, key: MoeSmallKey) -> Int32:
@@ -52,43 +75,34 @@ def load_law(s_law: Int32) -> tuple[Float32, Int32]:
     return moe_bytes.step_of(gpu.load_shared_floats(s_law, 1)[0]), gpu.load_shared_int(s_law + 4)
 
 
-def _most(values: list[Float32], most: Float32) -> Float32:
+def _raise_most(values: list[Float32], s_law: Int32, lane: Int32) -> None:
+    """Raise a row's largest magnitude to that of a warp's values."""
+    most = Float32(0.0)
     for value in values:
         most = gpu.larger(most, gpu.magnitude(value))
-    return most
-
-
-def _warp_most(most: Float32) -> Float32:
     for mask in _LANE_MASKS:
         most = gpu.larger(most, gpu.lane_swap(most, mask))
-    return most
+    gpu.raise_shared_most(s_law, most, Boolean(lane == 0))
 
 
-def _warp_total(total: Int32) -> Int32:
-    for mask in _LANE_MASKS:
-        total = total + gpu.swap_int(total, mask)
-    return total
-
-
-def _whole(values: list[Float32], step: Float32) -> list[Int32]:
-    inverse = Float32(1.0) / step
-    return [gpu.round_to_int(value * inverse) for value in values]
-
-
-def _add(whole: list[Int32]) -> Int32:
-    total = whole[0]
-    for value in whole[1:]:
-        total = total + value
-    return total
-
-
-def _store_block_bytes(s_block: Int32, lane: Int32, whole: list[Int32]) -> None:
-    """Four channels of a block as hi and lo."""
+def _store_block(s_block: Int32, lane: Int32, values: list[Float32], is_real: Any, s_law: Int32, key: Any) -> None:
+    """Four channels of a block in the order that the GEMM reads, and for bytes their share of the law."""
+    if not key.is_bytes:
+        s_first = s_block + moe_math.stored_offset(lane)
+        for place, word in enumerate(moe_math.stored_words(values)):
+            gpu.store_shared_words(s_first + 8 * place, [word])
+        return
+    inverse = Float32(1.0) / load_law(s_law)[0]
+    whole = [gpu.round_to_int(value * inverse) for value in values]
     first = s_block + moe_bytes.stored_byte_offset(lane)
-    for low, values in enumerate((moe_bytes.high_bytes(whole), whole)):
-        word = gpu.pack_bytes(values)
+    for low, four in enumerate((moe_bytes.high_bytes(whole), whole)):
+        word = gpu.pack_bytes(four)
         gpu.store_shared_half(first + 16 * low, word)
         gpu.store_shared_half(first + (16 * low + 4), word >> 16)
+    total = whole[0] + whole[1] + whole[2] + whole[3]
+    for mask in _LANE_MASKS:
+        total = total + gpu.swap_int(total, mask)
+    gpu.add_shared_total(s_law + 4, total * Int32(is_real), Boolean(lane == 0))
 
 
 @cute.jit
@@ -102,7 +116,6 @@ def rotate_rows(
     s_rows: Int32,
     s_laws: Int32,
     thread: Int32,
-    threads: Constexpr,
     key: Constexpr,
 ):
     """Every rotated input over one share of the channels, `[rotated inputs, share] float16` or two bytes a channel.
@@ -112,7 +125,7 @@ def rotate_rows(
     lane = thread & 31
     warp = cute.arch.make_warp_uniform(thread >> 5)
     most_blocks = most_share_blocks(key)
-    warps = threads // 32
+    warps = key.threads("up") // 32
     each = -(-most_blocks * key.rotated_inputs // warps)
     blocks = []
     for index in cutlass.range_constexpr(each):
@@ -121,24 +134,12 @@ def rotate_rows(
     if cutlass.const_expr(key.is_bytes):
         for index in cutlass.range_constexpr(each):
             which, _, _ = _task(index * warps + warp, first_block, end_block, key)
-            most = _warp_most(_most(blocks[index], Float32(0.0)))
-            if lane == 0:
-                gpu.raise_shared_most(s_laws + which * (4 * LAW_WORDS), most)
+            _raise_most(blocks[index], s_laws + which * _LAW_BYTES, lane)
         cute.arch.sync_threads()
     for index in cutlass.range_constexpr(each):
         which, block, is_real = _task(index * warps + warp, first_block, end_block, key)
         s_block = s_rows + (which * most_blocks + block - first_block) * _BLOCK_BYTES
-        if cutlass.const_expr(key.is_bytes):
-            step, _ = load_law(s_laws + which * (4 * LAW_WORDS))
-            whole = _whole(blocks[index], step)
-            total = _warp_total(_add(whole)) * Int32(is_real)
-            _store_block_bytes(s_block, lane, whole)
-            if lane == 0:
-                gpu.add_shared_total(s_laws + which * (4 * LAW_WORDS) + 4, total)
-        else:
-            s_first = s_block + moe_math.stored_offset(lane)
-            for place, word in enumerate(moe_math.stored_words(blocks[index])):
-                gpu.store_shared_words(s_first + 8 * place, [word])
+        _store_block(s_block, lane, blocks[index], is_real, s_laws + which * _LAW_BYTES, key)
     cute.arch.sync_threads()
 
 
@@ -152,42 +153,47 @@ def _task(index: Any, first_block: Int32, end_block: Int32, key: MoeSmallKey) ->
 
 
 @cute.jit
-def take_row(g_row: Int64, s_row: Int32, s_law: Int32, thread: Int32, threads: Constexpr, key: Constexpr):
-    """The joined row of a route from global to shared memory, as bytes and a law for byte products.
+def join_row(
+    g_parts: Int64,
+    vectors: Constexpr,
+    biases: Constexpr,
+    expert: Int32,
+    route: Int32,
+    s_row: Int32,
+    s_law: Int32,
+    thread: Int32,
+    key: Constexpr,
+):
+    """The input row of down from everyone's sums of gate and up, which are added in the order of the shares.
 
-    By the whole thread block, which may read the row when this returns; `s_law` holds zeros that all have seen.
+    By the whole thread block of down, which may read the row when this returns; `s_law` holds zeros that all have seen.
+    `vectors` are those of `load_vectors` for each block of this warp, already loaded.
     """
-    each = -(-key.width // (_CHUNK * threads))
-    chunks = []
-    for index in cutlass.range_constexpr(each):
-        first = cutlass.min((index * threads + thread) * _CHUNK, key.width - _CHUNK)
-        chunks.append(gpu.load_fresh_words(g_row + Int64(first) * 2, 4))
+    lane = thread & 31
+    warp = cute.arch.make_warp_uniform(thread >> 5)
+    warps = key.threads("down") // 32
+    last = key.width // BLOCK - 1
+    joined = []
+    for index in cutlass.range_constexpr(row_blocks(key)):
+        block = cutlass.min(index * warps + warp, last)
+        channel = block * BLOCK + lane * LANE_CHANNELS
+        sums = []
+        for projection in cutlass.range_constexpr(key.projections):
+            pieces = [
+                gpu.load_floats(part_address(g_parts, route, rank, projection, channel, key), 4, bypass_l1=True)
+                for rank in range(key.up.split)
+            ]
+            total = pieces[0]
+            for piece in pieces[1:]:
+                total = [a + b for a, b in zip(total, piece, strict=True)]
+            sums.append(total)
+        joined.append(join_block(sums, vectors[index], biases, expert, block, lane, key))
     if cutlass.const_expr(key.is_bytes):
-        lane = thread & 31
-        most = Float32(0.0)
-        for index in cutlass.range_constexpr(each):
-            for word in chunks[index]:
-                most = _most(gpu.floats_from(word, "float16"), most)
-        most = _warp_most(most)
-        if lane == 0:
-            gpu.raise_shared_most(s_law, most)
+        for index in cutlass.range_constexpr(row_blocks(key)):
+            _raise_most(joined[index], s_law, lane)
         cute.arch.sync_threads()
-        step, _ = load_law(s_law)
-        total = Int32(0)
-        for index in cutlass.range_constexpr(each):
-            place = (index * threads + thread) * _CHUNK
-            first = cutlass.min(place, key.width - _CHUNK)
-            whole = _whole([value for word in chunks[index] for value in gpu.floats_from(word, "float16")], step)
-            total = total + _add(whole) * Int32(place < key.width)
-            high = moe_bytes.high_bytes(whole)
-            s_target = s_row + (first // 16) * 32 + first % 16
-            gpu.store_shared_words(s_target, [gpu.pack_bytes(high[:4]), gpu.pack_bytes(high[4:])])
-            gpu.store_shared_words(s_target + 16, [gpu.pack_bytes(whole[:4]), gpu.pack_bytes(whole[4:])])
-        total = _warp_total(total)
-        if lane == 0:
-            gpu.add_shared_total(s_law + 4, total)
-    else:
-        for index in cutlass.range_constexpr(each):
-            first = cutlass.min((index * threads + thread) * _CHUNK, key.width - _CHUNK)
-            gpu.store_shared_words(s_row + first * 2, chunks[index])
+    for index in cutlass.range_constexpr(row_blocks(key)):
+        place = index * warps + warp
+        block = cutlass.min(place, last)
+        _store_block(s_row + block * _BLOCK_BYTES, lane, joined[index], Boolean(place <= last), s_law, key)
     cute.arch.sync_threads()

@@ -43,7 +43,7 @@ from trellis_kernels.cute.moe_scratch import (
 )  # fmt: skip
 from trellis_kernels.cute.moe_up import ready_count
 
-__all__ = ["down_kernel", "down_shared_bytes", "store_out"]
+__all__ = ["down_kernel", "down_shared_bytes", "store_out", "sum_token"]
 
 _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
@@ -73,8 +73,8 @@ def _ordered_parts(part: Scratch, slot: Int32, channel: Int32, key: MoeSmallKey)
     return total
 
 
-def _result_address(part: Scratch, route: Int32, channel: Int32, key: MoeSmallKey) -> Int64:
-    return part.results + (Int64(route) * key.padded_hidden + Int64(channel)) * 4
+def _result_address(results: Int64, route: Int32, channel: Int32, key: MoeSmallKey) -> Int64:
+    return results + (Int64(route) * key.padded_hidden + Int64(channel)) * 4
 
 
 def _finish(
@@ -97,7 +97,9 @@ def _finish(
         addend = moe_math.load_scales(bias, Int64(expert) * key.padded_hidden + Int64(channel))
         values = [a + b for a, b in zip(values, addend, strict=True)]
     weight = gpu.float_from(record[2], "float32", 0)
-    gpu.store_floats(_result_address(part, Int32(record[0]), channel, key), [value * weight for value in values])
+    gpu.store_floats(
+        _result_address(part.results, Int32(record[0]), channel, key), [value * weight for value in values]
+    )
 
 
 def store_out(out: Int64, token: Int32, channel: Int32, values: list[Float32], key: MoeSmallKey) -> None:
@@ -118,15 +120,12 @@ def store_out(out: Int64, token: Int32, channel: Int32, values: list[Float32], k
 
 
 @cute.jit
-def _sum_token(
-    out: Int64, scratch: Int64, max_tokens: Int32, token: Int32, live: Uint32, channel: Int32, key: Constexpr
-):
+def sum_token(out: Int64, results: Int64, token: Int32, live: Uint32, channel: Int32, key: Constexpr):
     """One block of one token: its weighted rows in the order of its slots, in fp32."""
-    part = scratch_at(scratch, max_tokens, key)
     rows = []
     for slot in cutlass.range_constexpr(key.top_k):
         route = token * key.top_k + slot
-        rows.append(gpu.load_floats(_result_address(part, route, channel, key), 4, bypass_l1=True))
+        rows.append(gpu.load_floats(_result_address(results, route, channel, key), 4, bypass_l1=True))
     total = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
     for slot in cutlass.range_constexpr(key.top_k):
         for index in cutlass.range_constexpr(LANE_CHANNELS):
@@ -205,7 +204,7 @@ def _finish_rows(
                 gpu.fence_device()
                 channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
                 record = gpu.load_words(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
-                _sum_token(out, scratch, max_tokens, Int32(record[0]) // key.top_k, record[1], channel, key)
+                sum_token(out, part.results, Int32(record[0]) // key.top_k, record[1], channel, key)
 
 
 @cute.kernel

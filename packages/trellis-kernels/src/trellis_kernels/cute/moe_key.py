@@ -19,12 +19,12 @@ from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, Kern
 __all__ = [
     "HEADER_BYTES",
     "MOST_BYTE_CHANNELS",
-    "MOST_CLUSTER_BLOCKS",
     "PRODUCT_ROWS",
     "ROW_COLUMNS",
     "MoeSmallKey",
     "Tiling",
     "counters_per_token",
+    "direct_counters",
     "scratch_nbytes",
     "scratch_parts",
 ]
@@ -40,8 +40,6 @@ ROW_COLUMNS = (1, 2, 4)
 """Products that may share one decoded weight."""
 MOST_BYTE_CHANNELS = 16384
 """Input channels whose sums of byte products stay below 2^31: 1020 * 128 * 16384."""
-MOST_CLUSTER_BLOCKS = 8
-"""Thread blocks of a cluster that every device with clusters takes."""
 HEADER_BYTES = 128
 """At the start of the scratch: the number of groups."""
 
@@ -187,17 +185,10 @@ class MoeSmallKey(KernelKey):
                 )
 
     def _check_direct(self) -> None:
-        if not self.overlaps:
-            raise KernelUnsupportedError(f"direct needs clusters of thread blocks, which {self.arch} lacks")
         if self.row_columns != 1 or self.down.split != 1:
             raise KernelValueError(
                 f"direct takes row_columns 1 and a down split of 1, got {self.row_columns} and {self.down.split}"
             )
-        for name, size in (("top_k", self.top_k), ("up split", self.up.split)):
-            if size > MOST_CLUSTER_BLOCKS:
-                raise KernelUnsupportedError(
-                    f"direct joins {name} thread blocks in a cluster, at most {MOST_CLUSTER_BLOCKS}, got {size}"
-                )
         if self.up.split > self.padded_hidden // BLOCK:
             raise KernelValueError(
                 f"direct splits whole blocks of {BLOCK} input channels: at most {self.padded_hidden // BLOCK} ways, "
@@ -294,11 +285,17 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
     down_parts    `[routes, split, padded hidden] float32`, only where down is split
     results       `[routes, padded hidden] float32`, weighted rows by route
 
-    A direct layer has `joined` alone, by route.
+    A direct layer has `arrivals`, a counter for each token and block of the result, `up_parts` and `results` alone,
+    both by route.
     """
     routes = key.top_k
     if key.direct:
-        return {"joined": routes * key.width * 2}
+        parts = {
+            "arrivals": 4 * direct_counters(key),
+            "up_parts": routes * key.up.split * key.projections * key.width * 4,
+            "results": routes * key.padded_hidden * 4,
+        }
+        return {name: -(-size // 16) * 16 for name, size in parts.items()}
     rotated = (1 if key.shared_inputs else routes) * key.rotated_inputs
     parts = {
         "groups": routes * 64,
@@ -314,6 +311,11 @@ def scratch_parts(key: MoeSmallKey) -> dict[str, int]:
         "results": routes * key.padded_hidden * 4,
     }
     return {name: -(-size // 16) * 16 for name, size in parts.items()}
+
+
+def direct_counters(key: MoeSmallKey) -> int:
+    """Counters for one token of a direct layer."""
+    return key.padded_hidden // BLOCK
 
 
 def counters_per_token(key: MoeSmallKey) -> int:

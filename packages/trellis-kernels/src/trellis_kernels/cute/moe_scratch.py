@@ -16,8 +16,10 @@ __all__ = [
     "GROUP_BYTES",
     "SLOT_BYTES",
     "VALUE_BYTES",
+    "DirectScratch",
     "Ids",
     "Scratch",
+    "direct_scratch",
     "load_place",
     "load_value",
     "scratch_at",
@@ -74,6 +76,25 @@ def scratch_at(base: Int64, max_tokens: Int32, key: MoeSmallKey) -> Scratch:
         token_arrivals=counters + routes * (4 * (width_blocks + hidden_blocks + 2)),
         **starts,
     )
+
+
+@dataclass(frozen=True)
+class DirectScratch:
+    """Addresses of the parts of a direct layer."""
+
+    arrivals: Int64
+    up_parts: Int64
+    results: Int64
+
+
+def direct_scratch(base: Int64, max_tokens: Int32, key: MoeSmallKey) -> DirectScratch:
+    """The addresses for one base and capacity of a direct layer."""
+    starts: dict[str, Any] = {}
+    each = 0
+    for name, size in scratch_parts(key).items():
+        starts[name] = base + HEADER_BYTES + Int64(max_tokens) * each
+        each += size
+    return DirectScratch(**starts)
 
 
 def load_place(part: Scratch, group: Int32, projection: Any) -> list[Int64]:

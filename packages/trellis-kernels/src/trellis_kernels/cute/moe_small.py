@@ -86,7 +86,7 @@ def _host(
     if cutlass.const_expr(key.direct):
         _launch_direct(
             x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
-            up_bias, down_bias, out, scratch, tokens, map_length, map_bytes, factor, key, stream,
+            up_bias, down_bias, out, scratch, tokens, max_tokens, map_length, map_bytes, factor, key, stream,
         )  # fmt: skip
     else:
         _launch_grouped(
@@ -114,6 +114,7 @@ def _launch_direct(
     out: Int64,
     scratch: Int64,
     tokens: Int32,
+    max_tokens: Int32,
     map_length: Int32,
     map_bytes: Int32,
     factor: Float32,
@@ -121,25 +122,22 @@ def _launch_direct(
     stream: cuda.CUstream,
 ):
     direct_up_kernel(
-        x, ids, g_map, map_length, map_bytes, descriptors, words, g_table, input_scales, middle_scales, gate_bias,
-        up_bias, scratch, key,
+        x, ids, g_map, map_length, map_bytes, descriptors, words, g_table, input_scales, scratch, tokens, max_tokens, key,
     ).launch(
         grid=[key.width // BLOCK // key.up.blocks * key.up.split, tokens * key.top_k, 1],
         block=[key.threads("up"), 1, 1],
-        cluster=[key.up.split, 1, 1],
         stream=stream,
-        use_pdl=True,
+        use_pdl=key.overlaps,
         **_occupancy(key.up, direct_up_bytes(key)),
     )  # fmt: skip
     direct_down_kernel(
-        ids, weights, g_map, map_length, map_bytes, factor, descriptors, words, g_table, output_scales, down_bias, out,
-        scratch, key,
+        ids, weights, g_map, map_length, map_bytes, factor, descriptors, words, g_table, middle_scales, gate_bias,
+        up_bias, output_scales, down_bias, out, scratch, max_tokens, key,
     ).launch(
         grid=[key.padded_hidden // BLOCK // key.down.blocks, tokens * key.top_k, 1],
         block=[key.threads("down"), 1, 1],
-        cluster=[1, key.top_k, 1],
         stream=stream,
-        use_pdl=True,
+        use_pdl=key.overlaps,
         **_occupancy(key.down, direct_down_bytes(key)),
     )  # fmt: skip
 
