@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.samples import bits, distance, launch, make_binding, make_layer, make_plan, make_routes, truth
+from moe.samples import BOUNDS, bits, distance, launch, make_binding, make_layer, make_plan, make_routes, truth
 from trellis_kernels import KernelUnsupportedError
 from trellis_kernels.cute import compiler
 from trellis_kernels.layers import DeviceLimits, MoeSmallKey, device_limits, scratch_nbytes
@@ -54,6 +54,22 @@ def test_gpu_refuses_dtypes_that_were_not_declared() -> None:
     routes = make_routes(layer, 9, 3)
     with pytest.raises(MoeTypeError, match=r"topk_ids must be torch.int64, got torch.int32"):
         launch(binding, type(routes)(routes.x, routes.ids.int(), routes.weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_gpu_products_of_bytes_stay_inside_the_bound_of_every_layer(tokens: int, dtype: torch.dtype) -> None:
+    layer = make_layer(rates=("3",), hidden=1024, intermediate=768)
+    routes = make_routes(layer, tokens, 3, dtype=dtype)
+    routes.ids[0, 0] = 0
+    found = {}
+    for arithmetic in ("exact", "bytes"):
+        plan = make_plan(layer, tokens=5, top_k=3, dtype=dtype, device="cuda", arithmetic=arithmetic)
+        assert [variant.arithmetic for variant in plan.variants] == [arithmetic]
+        found[arithmetic] = launch(make_binding(layer, plan), routes)
+        assert distance(found[arithmetic], truth(layer, routes)) <= BOUNDS[dtype]
+    assert bits(found["bytes"]) != bits(found["exact"])
 
 
 def test_scratch_leaves_room_for_the_boundary_of_the_kernels() -> None:
