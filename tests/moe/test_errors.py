@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from trellis_moe import MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
+from trellis_moe import MoeDistributedError, MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
 
 
 @pytest.mark.parametrize(
     ("kind", "builtin"),
-    [(MoeValueError, ValueError), (MoeTypeError, TypeError), (MoeUnsupportedError, NotImplementedError)],
+    [
+        (MoeValueError, ValueError),
+        (MoeTypeError, TypeError),
+        (MoeUnsupportedError, NotImplementedError),
+        (MoeDistributedError, RuntimeError),
+    ],
 )
 def test_each_error_is_caught_by_the_base_and_by_the_builtin(kind: type[Exception], builtin: type[Exception]) -> None:
     for caught in (MoeError, builtin):

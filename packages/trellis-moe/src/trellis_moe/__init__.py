@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trellis_moe.binding import Binding, bind
     from trellis_moe.errors import MoeDistributedError, MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
     from trellis_moe.lifecycle import prepare_weights
+    from trellis_moe.linear import TrellisLinear
     from trellis_moe.module import TrellisMoE
     from trellis_moe.plan import ExecutionPlan, WeightPlan, plan_execution, plan_weights
     from trellis_moe.scratch import ScratchBuffer, ScratchSpec
@@ -47,6 +48,7 @@ __all__ = [
     "ScratchBuffer",
     "ScratchSpec",
     "Session",
+    "TrellisLinear",
     "TrellisMoE",
     "Variant",
     "WeightPlan",
@@ -56,7 +58,7 @@ __all__ = [
     "prepare_weights",
 ]
 
-_MODULES = ("errors", "specs", "scratch", "variants", "plan", "session", "lifecycle", "binding", "module")
+_MODULES = ("errors", "specs", "scratch", "variants", "plan", "session", "lifecycle", "binding", "module", "linear")
 
 
 def __getattr__(name: str) -> object:

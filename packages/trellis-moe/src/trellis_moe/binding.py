@@ -199,8 +199,8 @@ def bind(
         experts: prepared weights of the plan's share.
         scratch: `[bytes] uint8` on the weights' device, at least `plan.required_nbytes()`; None allocates it here.
         expert_map: `[global experts] int32 or int64` on the weights' device, contiguous: the rank's expert of each
-            global id, -1 for none.  Read at every run, so that changes in place are followed.  None: ids are the
-            rank's own.
+            global id, -1 for none; entries of 31 bits.  Read at every run, so that changes in place are followed.
+            None: ids are the rank's own.
         nvtx: whether each launch is a named range for profilers.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MoeError", "MoeTypeError", "MoeUnsupportedError", "MoeValueError"]
+__all__ = ["MoeDistributedError", "MoeError", "MoeTypeError", "MoeUnsupportedError", "MoeValueError"]
 
 
 class MoeError(Exception):
@@ -19,3 +19,7 @@ class MoeTypeError(MoeError, TypeError):
 
 class MoeUnsupportedError(MoeError, NotImplementedError):
     """Well formed and deliberately not planned; the message names the combination and what is supported."""
+
+
+class MoeDistributedError(MoeError, RuntimeError):
+    """A collective failed or did not end in time; the message has the rank, the ranks, and what was under way."""

@@ -81,8 +81,8 @@ class ScratchSpec:
 def op_by_op_scratch(weights: WeightPlan, routes: int) -> tuple[ScratchBuffer, ...]:
     """Buffers of the path that runs one op after the other, for up to that many routes.
 
-    The rotated input of gate and up is one buffer used twice; the rotated activation overlays nothing, so that each
-    buffer can be read after a launch.  Route weights are held once more because those of dropped routes must be zero:
+    The rotated input of gate and up is one buffer used twice; rows on their way to it are float32 in the output's
+    buffer, and those on their way to down in up's, each with the power of two that brings it into float16.  Route weights are held once more because those of dropped routes must be zero:
     a caller may pass anything there, and NaN times a row of zeros is NaN.
     """
     hidden, width = weights.source.geometry.padded_hidden_size, weights.extent.width
@@ -91,6 +91,7 @@ def op_by_op_scratch(weights: WeightPlan, routes: int) -> tuple[ScratchBuffer, .
         ScratchBuffer("experts", "int64", (routes,)),
         ScratchBuffer("tokens", "int64", (routes,)),
         ScratchBuffer("route_weights", "float32", (routes,)),
+        ScratchBuffer("powers", "float32", (routes,)),
         ScratchBuffer("rotated_input", "float16", (routes, hidden)),
         *gate,
         ScratchBuffer("up", "float32", (routes, width)),
