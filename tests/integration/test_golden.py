@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from trellis_prep import even_extents
 
 PEER_BOUND = 2e-3
 FLOAT64_BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-3}
-SHARES_BOUND = {"cpu": 1e-6, "cuda": 1e-5}
-"""Relative L2 of the sum of the shares to the whole; kernels add products in float32, the CPU exactly."""
+SHARES_BOUND_CPU = 1e-6
+"""Relative L2 of the sum of the shares to the whole; the torch backend adds products exactly."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -52,8 +53,30 @@ def write_case(folder: Path, case: MoeCase) -> Path:
     return path
 
 
-def through_the_api(case: MoeCase, x: torch.Tensor, device: str, world_size: int = 1) -> list[torch.Tensor]:
-    """Open, describe, plan, prepare, bind and run each rank's share."""
+def shares_bound(case: MoeCase, width: int, paths: set[str]) -> float:
+    """Relative L2 of the sum of the shares to the whole on a GPU, from the arithmetic.
+
+    Kernels add float32 sums of `hidden` products in an order that follows the share's width.  Each of the additions
+    rounds by up to 2^-24 of the sum so far, a random walk; two orders so differ by sqrt(hidden / 3) * 2^-24 of a sum's
+    size, and by up to four times that after gate, up, the activation's slope and the rotations.  Such a difference
+    changes down's float16 operand only where a border between two of its values, 2^-11 apart or more, lies in it, and
+    then by one step, at most 2^-10.  So many operands move: Poisson, five deviations up, five more for small counts.
+    Operands of a row have about one size after their rotation; those that move are taken to be twice as large.
+
+    Many-token kernels hold the rows of a share in float16 before they are added: 2^-11 of them.
+    """
+    step = 2.0**-10
+    operands = case.topk_ids.size * width
+    chance = 4 * math.sqrt(case.x.shape[1] / 3) * 2.0**-24 / 2.0**-11
+    moved = chance * operands + 5 * math.sqrt(chance * operands) + 5
+    rows = 2.0**-11 if "prefill" in paths else 0.0
+    return 2 * step * math.sqrt(min(moved / operands, 1.0)) + rows
+
+
+def through_the_api(
+    case: MoeCase, x: torch.Tensor, device: str, world_size: int = 1, *, paths: set[str] | None = None
+) -> list[torch.Tensor]:
+    """Open, describe, plan, prepare, bind and run each rank's share; `paths` gets those that were taken."""
     outputs = []
     with open_checkpoint(case.checkpoint) as checkpoint:
         source, weights = trellis_from_exl3(find_layer(checkpoint, case.layer))
@@ -67,6 +90,8 @@ def through_the_api(case: MoeCase, x: torch.Tensor, device: str, world_size: int
                 routing=RoutingSpec(id_dtype=case.topk_ids.dtype.name, weight_dtype=case.topk_weights.dtype.name),
                 device=device,
             )
+            if paths is not None:
+                paths.add(plan.variant_for(x.shape[0]).path)
             scratch = torch.full((plan.required_nbytes(),), 0xFF, dtype=torch.uint8, device=device)
             binding = bind(plan, prepare_weights(shares, weights, device=device), scratch)
             arguments = (x, torch.from_numpy(case.topk_ids), torch.from_numpy(case.topk_weights))
@@ -100,9 +125,11 @@ def test_shares_of_every_world_size_add_up(moe_case: MoeCase, device: str) -> No
     with open_checkpoint(moe_case.checkpoint) as checkpoint:
         blocks = find_layer(checkpoint, moe_case.layer).experts[0]["down"].k // 128
     for world_size in range(2, blocks + 1):
-        parts = through_the_api(moe_case, x, device, world_size)
+        paths: set[str] = set()
+        parts = through_the_api(moe_case, x, device, world_size, paths=paths)
         assert len(parts) == world_size
-        assert distance(torch.stack(parts).double().sum(0), whole) <= SHARES_BOUND[device]
+        bound = SHARES_BOUND_CPU if device == "cpu" else shares_bound(moe_case, 128 * blocks, paths)
+        assert distance(torch.stack(parts).double().sum(0), whole) <= bound
 
 
 def test_the_command_gives_the_bits_of_the_api(moe_case: MoeCase, tmp_path: Path) -> None:
