@@ -51,6 +51,13 @@ def layers(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(roots)})
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into site/, with warnings as errors; `-- serve` shows it while it is written."""
+    sync(session, "--only-group", "docs")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
 @nox.session(name="format")
 def format_(session: nox.Session) -> None:
     """Test trellis-format alone, where torch cannot be imported."""
@@ -79,6 +86,19 @@ def moe(session: nox.Session) -> None:
     """Test trellis-moe over the three packages below it."""
     install_wheels(session, "trellis-moe")
     run_pytest(session, "tests/moe")
+
+
+@nox.session(default=False)
+def ranks(session: nox.Session) -> None:
+    """Compare layers that ranks share with one rank over NCCL; skips where there are fewer than two GPUs."""
+    install_wheels(session, "trellis-moe")
+    count = "import torch; print(torch.cuda.device_count())"
+    found = int(str(session.run("python", "-c", count, silent=True)).split()[-1])
+    if found < 2:
+        session.skip(f"two GPUs are needed, torch sees {found}")
+    check = ("python", "-m", "trellis_moe.dist_check", "--launch", str(found))
+    session.run(*check, *session.posargs)
+    session.run(*check, "--kill-rank", "1", "--timeout", "20")
 
 
 @nox.session
