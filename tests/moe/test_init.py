@@ -8,11 +8,11 @@ import sys
 import pytest
 
 import trellis_moe
-from trellis_moe import binding, errors, lifecycle, module, plan, scratch, session, specs, variants
+from trellis_moe import binding, errors, lifecycle, linear, module, plan, scratch, session, specs, variants
 
 
 def test_each_name_is_that_of_its_module() -> None:
-    modules = (errors, specs, scratch, variants, plan, session, lifecycle, binding, module)
+    modules = (errors, specs, scratch, variants, plan, session, lifecycle, binding, module, linear)
     for name in trellis_moe.__all__:
         (home,) = [one for one in modules if name in one.__all__]
         assert getattr(trellis_moe, name) is getattr(home, name)

@@ -36,11 +36,11 @@ class Case:
     small_rows: int = exchange.SMALL_ROWS_BYTES
 
 
-def open_case_layer(where: Path | None) -> Layer:
-    """A layer of a checkpoint, or where there is none, one of noise with nine blocks."""
+def open_case_layer(where: tuple[Path, int] | None) -> Layer:
+    """A layer of a checkpoint, by its index, or where there is none, one of noise with nine blocks."""
     if where is None:
         return make_layer(experts=3, hidden=120, intermediate=9 * 128, rates=("2", "3", "4"), biased=True)
-    return Layer(*open_layer_source(where, 0))
+    return Layer(*open_layer_source(*where))
 
 
 def routes_of(layer: Layer, tokens: int, dtype: torch.dtype) -> Routes:
@@ -49,7 +49,7 @@ def routes_of(layer: Layer, tokens: int, dtype: torch.dtype) -> Routes:
 
 
 def run_cases(
-    rank: int, world: int, where: Path | None, tokens: int, dtype: torch.dtype, cases: Sequence[Case]
+    rank: int, world: int, where: tuple[Path, int] | None, tokens: int, dtype: torch.dtype, cases: Sequence[Case]
 ) -> DIGESTS:
     """Run a layer once for each case, from poisoned scratch and output.
 
@@ -101,7 +101,7 @@ def run_case(
     return out
 
 
-def run_modules(rank: int, world: int, where: Path | None, tokens: int) -> DIGESTS:
+def run_modules(rank: int, world: int, where: tuple[Path, int] | None, tokens: int) -> DIGESTS:
     """A layer as a module: shared out by the group, by experts, and through torch.compile."""
     layer = open_case_layer(where)
     routes = routes_of(layer, tokens, torch.bfloat16)

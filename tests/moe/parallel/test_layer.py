@@ -72,6 +72,19 @@ def test_ranks_of_experts_scatter_the_bits_of_one(tmp_path: Path, small_rows: in
     assert bits(torch.cat([found["scatter"] for found in ranks])) == bits(ranks[0]["whole"])
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("name", "layer"), [("mixtral_3.3_mul1", 0), ("tiny_4_3inst", 0), ("dsv3_3_mcg", 1)])
+def test_ranks_over_checkpoints(tmp_path: Path, name: str, layer: int, world: int) -> None:
+    where = (DEFAULT_DATA / "checkpoints" / name, layer)
+    cases = [Case("tensor"), Case("expert", world)]
+    ranks = run_ranks(tmp_path, world, run_cases, where, 5, torch.bfloat16, cases)
+    whole = ranks[0]["whole"]
+    for found in ranks:
+        assert bits(found["expert"]) == bits(whole)
+        assert bits(found["tensor"]) == bits(ranks[0]["tensor"])
+        assert distance(found["tensor"], whole) <= TENSOR[torch.bfloat16]
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_grid_over_a_checkpoint(tmp_path: Path, name: str) -> None:
     cases = [
@@ -82,7 +95,7 @@ def test_a_grid_over_a_checkpoint(tmp_path: Path, name: str) -> None:
         Case("grid scatter", 2, sums(collective="reduce_scatter")),
         Case("grid partial", 2, sums(experts="partial", dtype=IO)),
     ]
-    ranks = run_ranks(tmp_path, 4, run_cases, CHECKPOINTS[name], 8, torch.float16, cases)
+    ranks = run_ranks(tmp_path, 4, run_cases, (CHECKPOINTS[name], 0), 8, torch.float16, cases)
     whole = ranks[0]["whole"]
     for found in ranks:
         assert bits(found["expert"]) == bits(whole)

@@ -59,6 +59,9 @@ def test_buffers_are_those_of_what_crosses(layer: Layer) -> None:
 
 def test_bytes_are_launches_and_buffers(layer: Layer) -> None:
     plan = plan_of(layer, expert_grid(layer.source, 2))
+    assert plan.own_nbytes == 5 * 4
+    few = plan_of(layer, expert_grid(layer.source, 2), device="cuda", limits=H200)
+    assert few.own_nbytes == 5 * 4 + 6 * 3 * 4
     launches = plan.execution.required_nbytes()
     assert plan.required_nbytes() == -(-launches // 16) * 16 + sum(named(plan).values())
 

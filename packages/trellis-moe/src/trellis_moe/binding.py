@@ -15,6 +15,7 @@ from trellis_moe.errors import MoeTypeError, MoeValueError
 from trellis_moe.observe import LOG, profile_range
 from trellis_moe.paths.fused import FewTokens, ManyTokens
 from trellis_moe.paths.op_by_op import OpByOp
+from trellis_moe.paths.transformed import Transformed
 from trellis_moe.plan import ExecutionPlan
 from trellis_moe.scratch import check_arena
 from trellis_moe.session import make_ready
@@ -65,7 +66,8 @@ class Binding:
     def _path(self, variant: Variant) -> _Path:
         fused, arena = variant.fused, self._scratch
         if fused is None:
-            return OpByOp(self.plan, variant, self.experts, arena, self.expert_map)
+            path = OpByOp if self.experts.source.expert_transform is None else Transformed
+            return path(self.plan, variant, self.experts, arena, self.expert_map)
         if isinstance(fused, MoeSmallKey):
             return FewTokens(variant.tokens, fused, self.experts, arena, self.expert_map)
         return ManyTokens(fused, self.experts, arena, self.expert_map)

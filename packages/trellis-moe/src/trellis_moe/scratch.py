@@ -78,13 +78,15 @@ class ScratchSpec:
     buffer: ScratchBuffer
 
 
-def op_by_op_scratch(weights: WeightPlan, routes: int) -> tuple[ScratchBuffer, ...]:
-    """Buffers of the path that runs one op after the other, for up to that many routes.
+def op_by_op_scratch(weights: WeightPlan, tokens: int, top_k: int) -> tuple[ScratchBuffer, ...]:
+    """Buffers of the path that runs one op after the other, for up to that many tokens.
 
     The rotated input of gate and up is one buffer used twice; rows on their way to it are float32 in the output's
-    buffer, and those on their way to down in up's, each with the power of two that brings it into float16.  Route weights are held once more because those of dropped routes must be zero:
-    a caller may pass anything there, and NaN times a row of zeros is NaN.
+    buffer, and those on their way to down in up's, each with the power of two that brings it into float16.  Route
+    weights are held once more because those of dropped routes must be zero: a caller may pass anything there, and NaN
+    times a row of zeros is NaN.
     """
+    routes = tokens * top_k
     hidden, width = weights.source.geometry.padded_hidden_size, weights.extent.width
     gate = (ScratchBuffer("gate", "float32", (routes, width)),) if weights.source.geometry.gated else ()
     return (
@@ -97,6 +99,18 @@ def op_by_op_scratch(weights: WeightPlan, routes: int) -> tuple[ScratchBuffer, .
         ScratchBuffer("up", "float32", (routes, width)),
         ScratchBuffer("rotated_activation", "float16", (routes, width)),
         ScratchBuffer("route_output", "float32", (routes, hidden)),
+        *_transform_scratch(weights, tokens, routes),
+    )
+
+
+def _transform_scratch(weights: WeightPlan, tokens: int, routes: int) -> tuple[ScratchBuffer, ...]:
+    """What an intermediate Hadamard takes besides: tokens in its basis, and both branches interleaved."""
+    if weights.source.expert_transform is None:
+        return ()
+    hidden, width = weights.source.geometry.padded_hidden_size, weights.extent.width
+    return (
+        ScratchBuffer("by_token", "float32", (tokens, hidden)),
+        ScratchBuffer("interleaved", "float32", (routes, 2 * width)),
     )
 
 

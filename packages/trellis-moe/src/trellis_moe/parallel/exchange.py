@@ -39,7 +39,7 @@ class RowExchange:
     ) -> None:
         execution = plan.execution
         self._plan, self._binding, self._ranks, self._buffers = plan, binding, ranks, buffers
-        shape = (max(variant.tokens for variant in execution.variants), execution.capacity.top_k)
+        shape = (plan.most_few_tokens, execution.capacity.top_k)
         ones = torch.ones(shape, dtype=torch.float32, device=arena.device)
         self._rows = {v.tokens: RouteRows(execution, v, arena, ones) for v in execution.variants}
         self._partial_dtype = IO_DTYPES[plan.partial_dtype]

@@ -19,6 +19,7 @@ from trellis_moe.parallel.one_shot import OneShot
 from trellis_moe.parallel.plan import ParallelPlan
 from trellis_moe.parallel.rows import row_tokens
 from trellis_moe.scratch import carve
+from trellis_moe.session import make_ready
 from trellis_moe.specs import IO_DTYPES, check_type
 from trellis_prep import PreparedExperts
 
@@ -43,6 +44,7 @@ class ParallelLayer:
         expert_map: torch.Tensor | None,
     ) -> None:
         self.plan, self.experts, self.groups = plan, experts, groups
+        make_ready(plan)
         launches = plan.required_nbytes() - sum(-(-buffer.nbytes // 16) * 16 for buffer in plan.buffers)
         self._buffers = carve(arena[launches:], plan.buffers)
         self._binding = bind(plan.execution, experts, arena[:launches], expert_map=expert_map)
@@ -198,7 +200,10 @@ def bind_parallel(
 
     Raises:
         MoeTypeError: if an argument is of another type or on another device than planned.
-        MoeValueError: if the groups are of another grid or rank, or as `bind`; names both.
+        MoeValueError: if the groups are of another grid or rank, ranks declare different things, or as `bind`; names
+            both.
+        MoeDistributedError: if a rank is gone.
+        ColdKernelError: if compiling is forbidden and a kernel of the plan is not ready.
     """
     check_type("plan", plan, ParallelPlan)
     check_type("experts", experts, PreparedExperts)

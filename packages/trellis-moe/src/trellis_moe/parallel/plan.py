@@ -105,6 +105,17 @@ class ParallelPlan:
         bound = min(self.reduce.one_shot_bytes, most * IO_DTYPES[self.partial_dtype].itemsize)
         return 0 if self.is_alone or self.reduce.collective != "all_reduce" or self.splits_rows else bound
 
+    @property
+    def most_few_tokens(self) -> int:
+        """Most tokens whose rows carry their router weights already, so that they are added with weights of one."""
+        return max((v.tokens for v in self.execution.variants if v.path == FEW), default=0) if self.sums_rows else 0
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes that a binding allocates for itself: the map of experts, and weights of one."""
+        capacity = self.execution.capacity
+        return 4 * (capacity.route_experts or 0) + 4 * self.most_few_tokens * capacity.top_k
+
     def required_nbytes(self) -> int:
         """Bytes of the arena that a caller owns: the launches' scratch, then the exchange's buffers."""
         return _aligned(self.execution.required_nbytes()) + total_bytes(self.buffers)

@@ -45,7 +45,7 @@ class RouteRows:
         plan: of the run.
         variant: the launch.
         arena: `[bytes] uint8`, the scratch that the plan was bound with.
-        ones: `[max_tokens, top_k] float32` of ones, the weights of rows that have theirs.
+        ones: `[tokens, top_k] float32` of ones, the weights of rows that have theirs; of the few-token launches.
     """
 
     def __init__(self, plan: ExecutionPlan, variant: Variant, arena: torch.Tensor, ones: torch.Tensor) -> None:
