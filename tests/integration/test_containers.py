@@ -22,8 +22,15 @@ from trellis_format.native import writer as native_writer
 from trellis_format.native.layer import trellis_from_native
 from trellis_format.reference import moe_forward
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_moe import ActivationSpec, ExecutionCapacity, bind, plan_execution, plan_weights, prepare_weights
-from trellis_prep import PrepUnsupportedError, even_extents
+from trellis_moe import (
+    ActivationSpec,
+    ExecutionCapacity,
+    bind,
+    plan_execution,
+    plan_weights,
+    prepare_weights,
+)
+from trellis_prep import even_extents
 
 FLOAT64_BOUND = 1e-3
 
@@ -98,7 +105,11 @@ def test_container_layers_of_every_codebook_are_near_float64(codebook: str, bits
     assert distance(y, moe_forward(source, weights, x, ids, factors)) <= FLOAT64_BOUND
 
 
-def test_an_intermediate_hadamard_is_refused_at_planning() -> None:
-    source, _ = random_linears(hidden=512, codebook="mcg", rates=(3,), transform=True)
-    with pytest.raises(PrepUnsupportedError, match="ExpertTransform"):
-        plan_weights(source)
+def test_an_intermediate_hadamard_runs_near_float64() -> None:
+    source, weights = random_linears(hidden=512, codebook="mcg", rates=(3,), transform=True)
+    rng = np.random.default_rng(5)
+    x = (rng.normal(size=(9, 512)) / 16).astype(np.float16)
+    ids = np.stack([rng.permutation(3)[:2] for _ in range(9)])
+    factors = rng.uniform(0.1, 1, (9, 2)).astype(np.float32)
+    (y,) = run(source, weights, x, ids, factors, 1)
+    assert distance(y, moe_forward(source, weights, x, ids, factors)) <= FLOAT64_BOUND

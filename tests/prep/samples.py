@@ -150,8 +150,11 @@ def open_layer(path: Path, index: int = 0) -> tuple[Checkpoint, TrellisSource, T
     return checkpoint, *trellis_from_exl3(find_layer(checkpoint, index))
 
 
-def weights_of(prepared: PreparedExperts) -> Layer:
-    """What a prepared share holds, as a layer that covers its extent: for the float64 reference."""
+def weights_of(prepared: PreparedExperts, patterns: npt.NDArray[np.uint8] | None = None) -> Layer:
+    """What a prepared share holds, as a layer that covers its extent: for the float64 reference.
+
+    Sign patterns are the layer's own: the reference draws signs of the whole axis from them.
+    """
     source = dataclasses.replace(
         prepared.source,
         layout=CodeLayout.EXL3_LINEAR,
@@ -170,6 +173,7 @@ def weights_of(prepared: PreparedExperts) -> Layer:
         intermediate_scales=prepared.intermediate_scales.cpu().numpy(),
         output_scales=outputs[0] if source.shared_output_scales else outputs,
         biases={projection: bias.cpu().numpy() for projection, bias in prepared.biases.items()},
+        expert_sign_patterns=patterns,
     )
 
 

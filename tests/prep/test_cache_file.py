@@ -17,7 +17,7 @@ from prep.samples import extent_of, random_layer
 from trellis_format.errors import FormatNotFoundError, FormatValueError
 from trellis_prep import PreparedExperts, plan_layout, plan_preparation, prepare
 from trellis_prep.cache_file import CacheFile, write_cache_file
-from trellis_prep.prepare import fill_tensors
+from trellis_prep.preparation import fill_tensors
 
 KEY = "ab" * 32
 CPU = torch.device("cpu")

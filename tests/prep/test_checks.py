@@ -13,7 +13,7 @@ from trellis_format.files.arrays import MemoryArray
 from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, Projection
 from trellis_format.transform import ExpertTransform
-from trellis_prep import PrepTypeError, PrepUnsupportedError, PrepValueError
+from trellis_prep import PrepTypeError, PrepValueError
 from trellis_prep.checks import check_weights
 from trellis_prep.layout import check_source
 
@@ -114,15 +114,30 @@ def test_biases_must_be_those_that_the_source_names() -> None:
         check_weights(source, dataclasses.replace(weights, biases=short))
 
 
+def test_sign_patterns_come_with_an_intermediate_hadamard_and_are_in_range() -> None:
+    wide, weights = random_layer(hidden=512, joint=True)
+    signed = dataclasses.replace(weights, expert_sign_patterns=np.array([0, 7, 3], dtype=np.uint8))
+    under = dataclasses.replace(wide, expert_transform=ExpertTransform())
+    check_weights(under, signed)
+    with pytest.raises(PrepValueError, match="sign patterns are absent, the source is under an intermediate Hadamard"):
+        check_weights(under, weights)
+    with pytest.raises(PrepValueError, match="sign patterns are given, the source is without"):
+        check_weights(wide, signed)
+    for wrong, kind, message in (
+        (np.array([0, 8, 1], dtype=np.uint8), PrepValueError, r"sign_pattern of expert 1 is 8; patterns are 0\.\.7"),
+        (np.array([0, 1], dtype=np.uint8), PrepValueError, r"must be uint8 \[3\].* got uint8 \[2\]"),
+        ([0, 1, 2], PrepTypeError, "sign_pattern must be an array, got list"),
+    ):
+        with pytest.raises(kind, match=message):
+            check_weights(under, dataclasses.replace(weights, expert_sign_patterns=wrong))
+
+
 def test_other_objects_are_no_source_and_no_weights() -> None:
     source, weights = random_layer()
     with pytest.raises(PrepTypeError, match="source must be a TrellisSource, got dict"):
         check_source({})  # type: ignore[arg-type]
     with pytest.raises(PrepTypeError, match="weights must be TrellisWeights, got TrellisSource"):
         check_weights(source, source)  # type: ignore[arg-type]
-    wide, _ = random_layer(hidden=512, joint=True)
-    with pytest.raises(PrepUnsupportedError, match=r"ExpertTransform.* cannot be prepared; supported: without one"):
-        check_source(dataclasses.replace(wide, expert_transform=ExpertTransform()))
     with pytest.raises(PrepTypeError, match="slot-major codes must be one array, got tuple"):
         check_weights(dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR), weights)
     check_source(source)

@@ -75,7 +75,7 @@ def test_cache_is_filled_and_used(
     def refuse(*_: object) -> None:
         raise AssertionError("codes were read")
 
-    monkeypatch.setattr("trellis_prep.loads.read_linear", refuse)
+    monkeypatch.setattr("trellis_prep.loads.ShareReader.read", refuse)
     second = run_json(capsys, model, "--cache", str(tmp_path / "cache"))
     assert second["total"]["owners"] == first["total"]["owners"]
 

@@ -13,7 +13,6 @@ from trellis_prep import errors
     [
         ("PrepValueError", ValueError),
         ("PrepTypeError", TypeError),
-        ("PrepUnsupportedError", NotImplementedError),
         ("PrepStateError", RuntimeError),
         ("PrepMemoryError", MemoryError),
         ("PrepDeviceError", RuntimeError),

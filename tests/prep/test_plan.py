@@ -10,10 +10,8 @@ from prep.samples import extent_of, random_layer
 from trellis_format.extent import TrellisExtent
 from trellis_format.rate_table import RateTable
 from trellis_format.source import ExpertGeometry
-from trellis_format.transform import ExpertTransform
 from trellis_prep import (
     PrepTypeError,
-    PrepUnsupportedError,
     PrepValueError,
     TrellisStaging,
     plan_layout,
@@ -51,6 +49,22 @@ def test_kimi_k3_share_of_64_mib() -> None:
     assert plan.host_bytes == 66_060_288
 
 
+def test_readers_are_as_said_or_as_runs_and_cores_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = random_layer(hidden=1024)
+    part, whole = extent_of(384, 0, 1), source.extent
+    assert plan_layout(source, part).run_bytes() == 8 * 32, "a row of tiles of K = 1 in 128 channels"
+    assert plan_layout(source, whole).run_bytes() == 1024 * 384 // 8, "a whole linear of K = 1"
+    for cores in (1, 2, 64):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        wide, _ = random_layer(hidden=1024, experts=60)
+        bounds = TrellisStaging(max_bytes=9 << 20)
+        assert plan_preparation(wide, staging=bounds).readers == min(cores, 4), "9 MiB hold 9 slots of a MiB"
+        assert plan_preparation(source, extent=part).readers == 1
+        few = plan_preparation(source, extent=part, staging=TrellisStaging(readers=3, max_bytes=400_000))
+        assert few.readers == 3
+        assert few.slots == 6
+
+
 def test_empty_share_has_slots_for_its_tables() -> None:
     source, _ = random_layer()
     plan = plan_preparation(source, extent=extent_of(384, 3, 0), staging=TrellisStaging(max_bytes=1000))
@@ -75,6 +89,3 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan_preparation(source, staging=1 << 20)  # type: ignore[arg-type]
     with pytest.raises(PrepTypeError, match="extent must be a TrellisExtent, got int"):
         plan_preparation(source, extent=128)  # type: ignore[arg-type]
-    wide, _ = random_layer(hidden=512, joint=True)
-    with pytest.raises(PrepUnsupportedError, match="ExpertTransform"):
-        plan_preparation(dataclasses.replace(wide, expert_transform=ExpertTransform()))

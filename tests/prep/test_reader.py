@@ -10,9 +10,7 @@ import pytest
 
 from prep.samples import expected_tiles, extent_of, linears, open_layer, random_layer, write_checkpoint
 from trellis_format.errors import FormatValueError
-from trellis_format.transform import ExpertTransform
-from trellis_prep import PrepUnsupportedError
-from trellis_prep.reader import read_linear
+from trellis_prep.reader import ShareReader
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(0, 3), (0, 1), (1, 2), (2, 1), (1, 0)])
@@ -23,7 +21,7 @@ def test_share_is_the_slice(first: int, blocks: int, gated: bool) -> None:
     for expert, projection in linears(layer[0]):
         expected = expected_tiles(layer, extent, expert, projection)
         out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
-        read_linear(*layer, expert, projection, extent, out)
+        ShareReader(*layer, extent).read(expert, projection, out)
         np.testing.assert_array_equal(out.view(np.int16).reshape(expected.shape), expected)
 
 
@@ -42,7 +40,7 @@ def test_weights_of_a_part_are_cut_at_their_own_origin() -> None:
     for expert, projection in linears(source):
         expected = expected_tiles((source, weights), extent, expert, projection)
         out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
-        read_linear(*local, expert, projection, extent, out)
+        ShareReader(*local, extent).read(expert, projection, out)
         np.testing.assert_array_equal(out.view(np.int16).reshape(expected.shape), expected)
 
 
@@ -55,7 +53,7 @@ def test_file_gives_the_share_and_no_byte_more(tmp_path: Path) -> None:
             expected = expected_tiles(layer, extent, expert, projection)
             out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
             before = checkpoint.bytes_read
-            read_linear(source, weights, expert, projection, extent, out)
+            ShareReader(source, weights, extent).read(expert, projection, out)
             assert checkpoint.bytes_read - before == expected.nbytes
             np.testing.assert_array_equal(out.view(np.int16).reshape(expected.shape), expected)
 
@@ -63,11 +61,4 @@ def test_file_gives_the_share_and_no_byte_more(tmp_path: Path) -> None:
 def test_buffer_of_another_size_is_refused() -> None:
     layer = random_layer()
     with pytest.raises(FormatValueError, match="buffer must be"):
-        read_linear(*layer, 0, 0, extent_of(384, 0, 1), np.empty(16, dtype=np.uint8))
-
-
-def test_layers_under_an_intermediate_hadamard_are_not_supported() -> None:
-    source, weights = random_layer(hidden=512, joint=True)
-    changed = dataclasses.replace(source, expert_transform=ExpertTransform())
-    with pytest.raises(PrepUnsupportedError, match=r"ExpertTransform.* cannot be prepared"):
-        read_linear(changed, weights, 0, 0, source.extent, np.empty(0, dtype=np.uint8))
+        ShareReader(*layer, extent_of(384, 0, 1)).read(0, 0, np.empty(16, dtype=np.uint8))

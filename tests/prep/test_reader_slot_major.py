@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,15 @@ import pytest
 
 from prep.samples import Layer, expected_tiles, extent_of, linears, random_layer
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.arrays import MemoryArray
+from trellis_format.files.arrays import MemoryArray, ShardReader
 from trellis_format.native.layer import trellis_from_native
 from trellis_format.native.manifest import read_manifest
 from trellis_format.native.reader import read_layer
 from trellis_format.native.writer import plan_head, write_layer, write_manifest
 from trellis_format.source import CodeLayout
-from trellis_prep import PrepUnsupportedError, PrepValueError, TrellisStaging, prepare
+from trellis_prep import PrepValueError, TrellisStaging, prepare
 from trellis_prep.errors import PrepReadError
-from trellis_prep.reader import read_linear
+from trellis_prep.reader import ShareReader
 from trellis_prep.selection import select_experts
 
 SHARES = [(0, 3), (0, 1), (1, 2), (2, 1), (1, 0)]
@@ -44,7 +45,7 @@ def as_rows(layer: Layer) -> Layer:
 def read(layer: Layer, expert: int, projection: int, extent: TrellisExtent, expected: np.ndarray) -> np.ndarray:
     """A linear's share, read into a buffer that was poisoned first."""
     out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
-    read_linear(*layer, expert, projection, extent, out)
+    ShareReader(*layer, extent).read(expert, projection, out)
     return out.view(np.int16).reshape(expected.shape)
 
 
@@ -112,8 +113,8 @@ def test_file_cut_short_is_named_with_the_linear(tmp_path: Path) -> None:
     with path.open("r+b") as stream:
         stream.truncate(path.stat().st_size // 2)
     with pytest.raises(PrepReadError, match=r"expert 2 down: .*truncated"):
-        read_linear(
-            *found, 2, 2, layer[0].extent, np.empty(expected_tiles(layer, layer[0].extent, 2, 2).nbytes, np.uint8)
+        ShareReader(*found, layer[0].extent).read(
+            2, 2, np.empty(expected_tiles(layer, layer[0].extent, 2, 2).nbytes, np.uint8)
         )
 
 
@@ -121,9 +122,34 @@ def test_file_cut_short_is_named_with_the_linear(tmp_path: Path) -> None:
 def test_buffer_of_another_size_is_refused(projection: int) -> None:
     layer = as_rows(random_layer())
     with pytest.raises(PrepReadError, match="buffer must be"):
-        read_linear(*layer, 0, projection, extent_of(384, 0, 1), np.empty(16, dtype=np.uint8))
+        ShareReader(*layer, extent_of(384, 0, 1)).read(0, projection, np.empty(16, dtype=np.uint8))
 
 
-def test_experts_of_rows_cannot_be_selected() -> None:
-    with pytest.raises(PrepUnsupportedError, match=r"slot-major .*every row holds all of them; supported: exl3-linear"):
-        select_experts(*as_rows(random_layer()), [0])
+@pytest.mark.parametrize("chosen", [[0], [2, 0], range(1, 4), [3, 1, 2]])
+@pytest.mark.parametrize(("first", "blocks"), SHARES)
+def test_experts_of_rows_are_selected_as_those_of_linears(chosen: Sequence[int], first: int, blocks: int) -> None:
+    layer, extent = random_layer(experts=4, biased=True), extent_of(384, first, blocks)
+    straight = prepare(*select_experts(*layer, chosen), extent=extent)
+    source, weights = select_experts(*as_rows(layer), chosen)
+    turned = prepare(source, weights, extent=extent, poison=True)
+    assert source == straight.source
+    for name, tensor in straight.tensors.items():
+        assert tensor.numpy().tobytes() == turned.tensors[name].numpy().tobytes(), name
+
+
+def test_selected_experts_of_rows_read_their_own_bytes(tmp_path: Path) -> None:
+    layer = random_layer(experts=4)
+    head = plan_head({0: layer[0]})
+    write_manifest(tmp_path, head, {0: write_layer(tmp_path, head, 0, *layer)})
+    found = trellis_from_native(read_layer(tmp_path, read_manifest(tmp_path), 0, hold_codes=False))
+    read: list[int] = []
+    honest = ShardReader.read_runs
+
+    def counted(self: ShardReader, offsets: Iterable[int], length: int, out: memoryview, tensor: str) -> None:
+        read.append(len(out))
+        honest(self, offsets, length, out, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardReader, "read_runs", counted)
+        prepared = prepare(*select_experts(*found, [3, 1]), extent=extent_of(384, 1, 1))
+    assert sum(read) == prepared.layout.code_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +9,8 @@ import pytest
 
 from prep.samples import Layer, expected_tiles, extent_of, random_layer, random_tokens
 from trellis_format.reference import moe_forward
-from trellis_format.source import CodeLayout
 from trellis_prep import (
     PrepTypeError,
-    PrepUnsupportedError,
     PrepValueError,
     expert_map,
     expert_ranges,
@@ -73,5 +70,3 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         select_experts(source, weights, [1, 1])
     with pytest.raises(PrepTypeError, match="expert must be an int"):
         select_experts(source, weights, ["0"])  # type: ignore[list-item]
-    with pytest.raises(PrepUnsupportedError, match="slot-major"):
-        select_experts(dataclasses.replace(source, layout=CodeLayout.SLOT_MAJOR), weights, [0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prep.samples import Layer, expected_tiles, linears, random_layer, random_tokens, weights_of
+from slot_files import random_content, random_linears
+from trellis_format.activations import Activation
+from trellis_format.container.writer import write_content, write_manifest
+from trellis_format.layer_source import open_layer_source
 from trellis_format.reference import moe_forward
+from trellis_format.signs import SignAxis, pattern_signs
 from trellis_prep import (
     RankGrid,
     TrellisStaging,
@@ -74,6 +81,52 @@ def test_prepared_bytes_of_any_planner_are_slices_of_the_whole(data: st.DataObje
     middle = [share.intermediate_scales for share in sorted(shares, key=lambda share: share.extent.first_slot)]
     assert torch.equal(torch.cat(middle, dim=-1), whole.intermediate_scales)
     assert sum(share.layout.code_bytes for share in shares) == whole.layout.code_bytes
+
+
+def halves_under_hadamard(folder: Path) -> list[Layer]:
+    """Both halves of a layer under an intermediate Hadamard, from a container: their input vectors differ."""
+    content = random_content(experts=3, hidden=512, intermediate=1024, transform=True)
+    write_manifest(folder, content.head, {3: write_content(folder, content)})
+    return [
+        open_layer_source(folder, 3, extent=extent, activation=Activation("silu"))
+        for extent in partition_extents(1024, 2, barriers=[16])
+    ]
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_ranks_under_an_intermediate_hadamard_sum_to_both_halves(tmp_path: Path, world: int) -> None:
+    halves = halves_under_hadamard(tmp_path)
+    tokens = random_tokens(halves[0][0], tokens=3)
+    expected = sum(moe_forward(*half, *tokens) for half in halves)
+    total = np.zeros_like(expected)
+    for extent in partition_extents(1024, world, barriers=[16]):
+        source, weights = halves[extent.first_slot >= 16]
+        prepared = prepare(source, weights, extent=extent, poison=True)
+        total += moe_forward(*weights_of(prepared, weights.expert_sign_patterns), *tokens)
+    assert np.linalg.norm(total - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_signs_of_ranks_are_slices_of_the_draw_of_the_whole_axis(world: int) -> None:
+    source, weights = random_linears(experts=4, hidden=512, intermediate=1024, transform=True)
+    patterns = weights.expert_sign_patterns
+    assert patterns is not None
+    for extent in even_extents(1024, world):
+        prepared = prepare(source, weights, extent=extent)
+        for name, axis, per_channel in (("pre", SignAxis.PRE, 2), ("post", SignAxis.POST, 1)):
+            whole = np.stack([pattern_signs(pattern, axis, 1024) for pattern in patterns.tolist()])
+            share = slice(per_channel * extent.first_channel, per_channel * extent.end_channel)
+            np.testing.assert_array_equal(prepared.signs[name].numpy(), whole[:, share])
+        assert prepared.layout.table_bytes["signs.pre"] == 4 * 2 * extent.width * 2
+        assert prepared.nbytes == prepared.layout.total_bytes
+
+
+def test_selected_experts_keep_their_signs() -> None:
+    layer = random_linears(experts=5, hidden=512, intermediate=256, transform=True)
+    whole = prepare(*layer)
+    chosen = prepare(*select_experts(*layer, [4, 1]))
+    for name in ("pre", "post"):
+        assert torch.equal(chosen.signs[name], whole.signs[name][[4, 1]])
 
 
 def test_grid_of_ranks_sums_to_the_unsplit_layer() -> None:

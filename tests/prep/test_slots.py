@@ -103,7 +103,7 @@ def test_failed_copy_is_raised_after_everything_was_freed() -> None:
     with pytest.raises(PrepDeviceError, match="copy out of a staging slot failed: CUDA error: an illegal"):
         ring.close()
     assert good.waits == 1
-    assert ring._buffer.array.size == 0
+    assert ring._own.array.size == 0
 
 
 def test_interrupted_wait_is_repeated_before_memory_goes() -> None:

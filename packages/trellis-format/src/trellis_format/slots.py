@@ -25,7 +25,6 @@ __all__ = [
     "iterate_rows",
     "linear_to_rows",
     "read_linear",
-    "read_linear_into",
     "read_rows",
     "row_bytes",
     "rows_to_linear",
@@ -134,48 +133,6 @@ def read_linear(
     view = weights.code_view(expert, projection)
     tiles: npt.NDArray[np.int16] = take_box(view, _linear_box(source, view, share, down=down)).read()
     return tiles
-
-
-def read_linear_into(
-    source: TrellisSource,
-    weights: TrellisWeights,
-    expert: int,
-    projection: int,
-    extent: TrellisExtent,
-    out: npt.NDArray[np.uint8],
-) -> None:
-    """One linear's share as tiles in a buffer, whatever the layout of the codes, with no copy larger than a section.
-
-    Args:
-        source: the layer.
-        weights: its arrays.
-        expert: index.
-        projection: index into the geometry's projections.
-        extent: the share, inside the source's extent.
-        out: `[bytes] uint8`, exactly the share's bytes; filled as `[k_tiles, n_tiles, 16*K] int16`.
-
-    Raises:
-        FormatValueError: if the buffer has another size, a file is short or changed, or rows are too short.
-    """
-    down = source.geometry.projections[projection] is Projection.DOWN
-    codes = weights.codes
-    if not isinstance(codes, ArrayView):
-        view = weights.code_view(expert, projection)
-        view.read_box(_linear_box(source, view, extent, down=down), out)
-        return
-    rows, columns = _section_box(source, expert, projection, extent)
-    if down:  # a section is the tiles of two rows of tiles, in order
-        codes.read_box((rows, columns), out)
-        return
-    size, tile = columns.stop - columns.start, source.rates.rate(expert, projection).tile_bytes
-    hidden = source.geometry.padded_hidden_size // TILE
-    if out.size != size * extent.slot_count:
-        raise FormatValueError(f"buffer must be {size * extent.slot_count} bytes, got {out.size}")
-    section = np.empty(size, dtype=np.uint8)
-    tiles = out.reshape(hidden, extent.slot_count, PLANES, tile)
-    for slot in range(extent.slot_count):
-        codes.read_box((slice(rows.start + slot, rows.start + slot + 1), columns), section)
-        tiles[:, slot] = section.reshape(PLANES, hidden, tile).swapaxes(0, 1)
 
 
 def read_rows(

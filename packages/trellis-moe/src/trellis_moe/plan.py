@@ -94,8 +94,8 @@ class ExecutionPlan:
 
     @property
     def reduction(self) -> str:
-        """How a token's routes are added, `ordered` or `atomic`."""
-        return "ordered" if self.routing.deterministic_output else "atomic"
+        """How the largest launch adds a token's routes, `ordered` or `atomic`."""
+        return self.variants[-1].reduction
 
     def variant_for(self, tokens: int) -> Variant:
         """The launch for a token count: the smallest that covers it, the largest for a run that is cut.
@@ -160,7 +160,6 @@ def plan_weights(source: TrellisSource, extent: TrellisExtent | None = None) -> 
 
     Raises:
         MoeTypeError: if `source` is not a `TrellisSource` or `extent` not a `TrellisExtent`.
-        PrepUnsupportedError: if the layer cannot be prepared.
         PrepValueError, FormatValueError: if the extent does not fit the source or cuts a Hadamard block.
     """
     check_type("source", source, TrellisSource)
@@ -245,7 +244,7 @@ def _check_declarations(
 
 
 def _check_atomic(largest: Variant) -> None:
-    if getattr(largest.fused, "reduction", "ordered") == "atomic":
+    if largest.reduction == "atomic":
         return
     failed = [f"the launch of up to {largest.tokens} tokens takes {largest.path}, which adds in slot order"]
     failed += [f"{path}: {reason}" for path, reason in largest.rejected]

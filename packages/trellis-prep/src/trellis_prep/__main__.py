@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trellis_prep.cli import main
+from trellis_prep.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from trellis_prep.checks import check_weights
 from trellis_prep.devices import resolve_device
 from trellis_prep.digest import share_key
 from trellis_prep.plan import PreparationPlan, plan_preparation
-from trellis_prep.prepare import Progress, fill_tensors, prepare
+from trellis_prep.preparation import Progress, fill_tensors, prepare
 from trellis_prep.prepared import PreparedExperts
+from trellis_prep.stage import StagingBuffer
 from trellis_prep.staging import TrellisStaging
 
 __all__ = ["CacheWarning", "PreparedCache"]
@@ -70,6 +72,7 @@ class PreparedCache:
         extent: TrellisExtent | None = None,
         progress: Progress | None = None,
         poison: bool = False,
+        buffer: StagingBuffer | None = None,
     ) -> PreparedExperts:
         """As `trellis_prep.prepare`, from an entry where there is a good one; otherwise one is written.
 
@@ -83,7 +86,7 @@ class PreparedCache:
         check_weights(source, weights)
         target = resolve_device(device)
         path = self.path_of(source, weights, plan.layout.extent)
-        cached = self._find(path, plan, target, progress, poison)
+        cached = self._find(path, lambda: _load(path, plan, target, progress, poison, buffer))
         if isinstance(cached, PreparedExperts):
             return cached
         prepared = prepare(
@@ -94,19 +97,20 @@ class PreparedCache:
             extent=plan.layout.extent,
             progress=progress,
             poison=poison,
+            buffer=buffer,
         )
         if self.path_of(source, weights, plan.layout.extent) == path:  # nobody changed a file meanwhile
             self._store(path, prepared, plan.slot_bytes, replace=cached is not None)
         return prepared
 
     def _find(
-        self, path: Path, plan: PreparationPlan, device: torch.device, progress: Progress | None, poison: bool
+        self, path: Path, load: Callable[[], PreparedExperts | FormatError | None]
     ) -> PreparedExperts | FormatError | None:
         """The share of an entry, why the entry was refused, or None where there is none."""
         found: PreparedExperts | FormatError | None = None
         for _ in range(_TRIES):
             seen = _identity(path)
-            found = _load(path, plan, device, progress, poison)
+            found = load()
             if not isinstance(found, FormatError) or _identity(path) == seen:
                 break  # otherwise another process put a whole entry there while this one was read
         if found is None:
@@ -128,12 +132,22 @@ class PreparedCache:
 
 
 def _load(
-    path: Path, plan: PreparationPlan, device: torch.device, progress: Progress | None, poison: bool
+    path: Path,
+    plan: PreparationPlan,
+    device: torch.device,
+    progress: Progress | None,
+    poison: bool,
+    buffer: StagingBuffer | None,
 ) -> PreparedExperts | FormatError | None:
     try:
         entry = CacheFile(path, plan.layout, path.stem)
         prepared = fill_tensors(
-            plan, device, lambda tensors: entry.loads(tensors, plan.slot_bytes), progress=progress, poison=poison
+            plan,
+            device,
+            lambda tensors: entry.loads(tensors, plan.slot_bytes),
+            progress=progress,
+            poison=poison,
+            buffer=buffer,
         )
         entry.check_digest()
     except FormatNotFoundError:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.files.arrays import ArrayView
 from trellis_format.rates import TILE
+from trellis_format.signs import check_patterns
 from trellis_format.slots import row_bytes
 from trellis_format.source import CodeLayout, Projection, TrellisSource, TrellisWeights
 from trellis_prep.errors import PrepTypeError, PrepValueError
@@ -22,8 +24,8 @@ def check_weights(source: TrellisSource, weights: TrellisWeights) -> None:
 
     Raises:
         PrepTypeError: if `weights` is not `TrellisWeights`, or an array has another dtype.
-        PrepValueError: if a shape, a rate or the set of biases differs; names the array, expert and projection, and
-            both values.
+        PrepValueError: if a shape, a rate, sign patterns or the set of biases differs; names the array, expert and
+            projection, and both values.
     """
     if not isinstance(weights, TrellisWeights):
         raise PrepTypeError(f"weights must be TrellisWeights, got {type(weights).__name__}")
@@ -34,12 +36,29 @@ def check_weights(source: TrellisSource, weights: TrellisWeights) -> None:
             f"weights have biases for {', '.join(sorted(weights.biases)) or 'no projection'}, the source says "
             f"{', '.join(sorted(source.biased)) or 'none'}"
         )
+    _check_patterns(source, weights.expert_sign_patterns)
     expected = _table_shapes(source)
     for name, array in weights.scale_arrays().items():
         if array.dtype != np.float16:
             raise PrepTypeError(f"{name} must be float16, got {array.dtype}")
         if array.shape != expected[name]:
             raise PrepValueError(f"{name} must be {list(expected[name])}, got {list(array.shape)}")
+
+
+def _check_patterns(source: TrellisSource, patterns: npt.NDArray[np.uint8] | None) -> None:
+    if (source.expert_transform is None) != (patterns is None):
+        raise PrepValueError(
+            f"sign patterns are {'absent' if patterns is None else 'given'}, the source is "
+            f"{'without' if source.expert_transform is None else 'under'} an intermediate Hadamard; they come together"
+        )
+    if patterns is None:
+        return
+    try:
+        check_patterns(patterns, source.geometry.num_experts)
+    except FormatTypeError as error:
+        raise PrepTypeError(error.message) from error
+    except FormatValueError as error:
+        raise PrepValueError(error.message) from error
 
 
 def _check_codes(source: TrellisSource, weights: TrellisWeights) -> None:

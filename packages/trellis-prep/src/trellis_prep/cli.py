@@ -21,6 +21,7 @@ from trellis_format.exl3.layers import LayerKey
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_format.text import printable
 from trellis_format.version import version
+from trellis_prep.bench_cli import add_bench, report_json, run_bench, write_bench_text
 from trellis_prep.cache import PreparedCache
 from trellis_prep.cli_report import LayerRow, ProgressLine, RunReport, write_text
 from trellis_prep.devices import resolve_device
@@ -28,7 +29,8 @@ from trellis_prep.errors import PrepError
 from trellis_prep.extents import check_index
 from trellis_prep.measure import Meter
 from trellis_prep.plan import PreparationPlan, plan_preparation
-from trellis_prep.prepare import prepare
+from trellis_prep.preparation import prepare
+from trellis_prep.stage import StagingBuffer
 from trellis_prep.staging import TrellisStaging
 from trellis_prep.survey import open_layers, parse_layers, rank_share, read_sample, select_layers
 
@@ -56,8 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         _keep_printing(stream)
+    return _bench(options) if options.command == "bench" else _prepare(options)
+
+
+def _bench(options: argparse.Namespace) -> int:
     try:
-        staging = TrellisStaging(max_experts=options.max_experts, max_bytes=options.max_bytes)
+        measured = run_bench(options)
+    except (PrepError, FormatError) as error:
+        return _complain(str(error), EXIT_UNUSABLE)
+    except KeyboardInterrupt:
+        return _complain("interrupted; everything that was taken is free again", EXIT_INTERRUPTED)
+    code = EXIT_OK if all(it.is_exact for it in measured) else EXIT_FAILED
+    if options.json:
+        _emit(lambda: sys.stdout.write(json.dumps(report_json(measured), indent=2) + "\n"))
+    else:
+        _emit(lambda: write_bench_text(measured, sys.stdout))
+    return code
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    try:
+        staging = TrellisStaging(max_experts=options.max_experts, max_bytes=options.max_bytes, readers=options.readers)
         device = resolve_device(options.device)
         check_index("--tp-rank", options.tp_rank, options.tp_size)
         checkpoint = open_checkpoint(options.checkpoint)
@@ -103,9 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--max-experts", type=int, default=defaults.max_experts, metavar="N", help="experts of a batch"
     )
+    command.add_argument("--readers", type=int, metavar="N", help="threads that fill slots; default: chosen by cores")
     command.add_argument("--cache", metavar="DIR", help="folder of prepared shares to read from and add to")
     command.add_argument("--dry-run", action="store_true", help="plan, and read one expert to expect a time")
     command.add_argument("--json", action="store_true", help="write JSON, and nothing else, to stdout")
+    add_bench(commands)
     return parser
 
 
@@ -144,11 +167,12 @@ def _run(
 ) -> RunReport:
     cache = PreparedCache(options.cache) if options.cache else None
     rows = []
-    for number, (key, source, weights) in enumerate(open_layers(checkpoint, keys), start=1):
-        plan = _plan_layer(options, source, staging)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"layer {key.index}, {number} of {len(keys)}\n")
-        rows.append(_prepare_layer(key, plan, weights, device, cache))
+    with StagingBuffer(device) as buffer:
+        for number, (key, source, weights) in enumerate(open_layers(checkpoint, keys), start=1):
+            plan = _plan_layer(options, source, staging)
+            if sys.stderr.isatty():
+                sys.stderr.write(f"layer {key.index}, {number} of {len(keys)}\n")
+            rows.append(_prepare_layer(key, plan, weights, buffer, cache))
     return _report(options, device, staging, rows, (0, 0.0))
 
 
@@ -160,18 +184,19 @@ def _prepare_layer(
     key: LayerKey,
     plan: PreparationPlan,
     weights: TrellisWeights,
-    device: torch.device,
+    buffer: StagingBuffer,
     cache: PreparedCache | None,
 ) -> LayerRow:
     line = ProgressLine(sys.stderr, plan.layout.total_bytes)
     run = prepare if cache is None else cache.prepare
     try:
-        with Meter(device) as meter:
+        with Meter(buffer.device) as meter:
             run(
                 plan.layout.source,
                 weights,
-                device=device,
+                device=buffer.device,
                 staging=plan.staging,
+                buffer=buffer,
                 extent=plan.layout.extent,
                 progress=lambda done, _: line.update(done),
             )

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from trellis_prep.errors import PrepMemoryError, PrepStateError, PrepTypeError, PrepValueError
-from trellis_prep.layout import PreparedLayout
+from trellis_prep.layout import TensorSpec
 
-__all__ = ["allocate", "resolve_device"]
+__all__ = ["TensorLayout", "allocate", "resolve_device"]
+
+
+class TensorLayout(Protocol):
+    """Tensors to be prepared, such as `PreparedLayout`."""
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Names, shapes and dtypes."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all of them."""
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -39,7 +53,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def allocate(layout: PreparedLayout, device: torch.device) -> dict[str, torch.Tensor]:
+def allocate(layout: TensorLayout, device: torch.device) -> dict[str, torch.Tensor]:
     """Memory for every prepared tensor, not yet written.
 
     Args:

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.files.arrays import ArrayView, FileArray
@@ -53,9 +54,13 @@ def source_digest(source: TrellisSource, weights: TrellisWeights) -> str:
         "extent": asdict(source.extent),
         "shared": [source.shared_input_scales, source.joint_input_scales, source.shared_output_scales],
         "biased": source.biased,
+        "transform": None if source.expert_transform is None else asdict(source.expert_transform),
     }
     digest = hashlib.sha256(_canonical(described))
-    for name, array in weights.scale_arrays().items():
+    arrays: dict[str, npt.NDArray[Any]] = weights.scale_arrays()
+    if weights.expert_sign_patterns is not None:
+        arrays["sign_patterns"] = weights.expert_sign_patterns
+    for name, array in arrays.items():
         digest.update(_canonical([name, array.shape, array.dtype.str]))
         digest.update(np.ascontiguousarray(array).data)
     identity = cache(_file_identity)

@@ -11,7 +11,6 @@ __all__ = [
     "PrepReadError",
     "PrepStateError",
     "PrepTypeError",
-    "PrepUnsupportedError",
     "PrepValueError",
 ]
 
@@ -26,10 +25,6 @@ class PrepValueError(PrepError, ValueError):
 
 class PrepTypeError(PrepError, TypeError):
     """A value has the wrong type; the message has the observed and the expected one."""
-
-
-class PrepUnsupportedError(PrepError, NotImplementedError):
-    """Well formed and deliberately not handled."""
 
 
 class PrepStateError(PrepError, RuntimeError):

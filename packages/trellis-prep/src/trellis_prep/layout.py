@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.extent import TrellisExtent
+from trellis_format.extent import SLOT, TrellisExtent
 from trellis_format.rates import TILE
-from trellis_format.source import Projection, TrellisSource
-from trellis_prep.errors import PrepTypeError, PrepUnsupportedError, PrepValueError
+from trellis_format.signs import SignAxis
+from trellis_format.source import CodeLayout, Projection, TrellisSource
+from trellis_prep.errors import PrepTypeError, PrepValueError
 
 __all__ = ["LAYOUT_VERSION", "WORD_BYTES", "PreparedLayout", "TensorSpec", "plan_layout"]
 
@@ -56,7 +57,7 @@ class PreparedLayout:
         offsets: `[experts, projections] int64`, first 32-bit word of each linear.
         half_bits: `[experts, projections] int64`, 2K of each linear.
         code_words: 32-bit words of all codes.
-        tables: descriptors, scales and biases.
+        tables: descriptors, scales, the signs of an intermediate Hadamard, and biases.
     """
 
     source: TrellisSource
@@ -90,6 +91,25 @@ class PreparedLayout:
         """(k, n) of the rank's share of a linear, in channels; `projection` is an index."""
         return local_matrix(self.source, self.extent, projection)
 
+    def rows(self, projection: int) -> int:
+        """Rows of tiles of the rank's share of a linear; `projection` is an index."""
+        return self.matrix(projection)[0] // TILE
+
+    @property
+    def row_bytes(self) -> npt.NDArray[np.int64]:
+        """`[experts, projections] int64`: bytes of one row of tiles of each linear's share."""
+        columns = [self.matrix(index)[1] // TILE for index in range(self.half_bits.shape[1])]
+        return self.half_bits * np.array(columns, dtype=np.int64) * TILE
+
+    def run_bytes(self) -> int:
+        """Fewest bytes of codes that lie together, as a source in files has them."""
+        if self.source.layout is CodeLayout.SLOT_MAJOR:
+            hidden = self.source.geometry.padded_hidden_size // TILE
+            return int(np.min(self.half_bits)) * TILE * hidden * (SLOT // TILE)
+        if self.extent == self.source.extent:
+            return min(self.linear_bytes(*place) for place in np.ndindex(*self.half_bits.shape))
+        return int(np.min(self.row_bytes[:, :-1]))
+
     def linear_words(self, expert: int, projection: int) -> int:
         """32-bit words of the rank's share of one linear; both arguments are indices."""
         k, n = self.matrix(projection)
@@ -114,7 +134,6 @@ def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> P
 
     Raises:
         PrepTypeError: if an argument has the wrong type.
-        PrepUnsupportedError: as `check_source`.
         PrepValueError: if the extent is of another axis or outside the source's.
         FormatValueError: if the extent cuts a Hadamard block.
     """
@@ -138,19 +157,13 @@ def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> P
 
 
 def check_source(source: TrellisSource) -> None:
-    """Accept a layer that has a device layout.
+    """Accept a description of a layer.
 
     Raises:
         PrepTypeError: if `source` is not a `TrellisSource`.
-        PrepUnsupportedError: if the experts were quantised under an intermediate Hadamard, whose signs no prepared
-            table holds.
     """
     if not isinstance(source, TrellisSource):
         raise PrepTypeError(f"source must be a TrellisSource, got {type(source).__name__}")
-    if source.expert_transform is not None:
-        raise PrepUnsupportedError(
-            f"experts under {source.expert_transform} cannot be prepared; supported: without one"
-        )
 
 
 def local_matrix(source: TrellisSource, extent: TrellisExtent, projection: int) -> tuple[int, int]:
@@ -197,6 +210,8 @@ def _tables(source: TrellisSource, extent: TrellisExtent) -> list[TensorSpec]:
         "intermediate_scales": (experts, projections, extent.width),
         "output_scales": (1 if source.shared_output_scales else experts, hidden),
     }
+    if source.expert_transform is not None:
+        shapes |= {f"signs.{axis.name.lower()}": (experts, axis.per_channel * extent.width) for axis in SignAxis}
     for projection in source.biased:
         if projection is not Projection.DOWN:
             shapes[f"bias.{projection}"] = (experts, extent.width)

@@ -15,9 +15,9 @@ import torch
 
 from trellis_format.source import TrellisWeights
 from trellis_prep.lanes import Move
-from trellis_prep.layout import WORD_BYTES
+from trellis_prep.layout import WORD_BYTES, PreparedLayout
 from trellis_prep.plan import PreparationPlan
-from trellis_prep.reader import read_linear
+from trellis_prep.reader import ShareReader
 from trellis_prep.staging import Batch
 from trellis_prep.tables import table_rows
 from trellis_prep.transfer import Load, Read
@@ -39,8 +39,9 @@ def share_loads(plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping
     for name, rows in table_rows(weights, plan.layout).items():
         yield from _table_loads(name, rows, flat_bytes(tensors[name]), plan.slot_bytes)
     codes = flat_bytes(tensors["codes"])
+    reader, row_bytes = ShareReader(plan.layout.source, weights, plan.layout.extent), plan.layout.row_bytes.tolist()
     for batch in plan.batches:
-        yield _batch_load(plan, weights, batch, codes)
+        yield _batch_load(plan.layout, row_bytes[batch.first : batch.end], reader, batch, codes)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,21 +49,24 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _batch_load(plan: PreparationPlan, weights: TrellisWeights, batch: Batch, codes: torch.Tensor) -> Load:
-    layout = plan.layout
+def _batch_load(
+    layout: PreparedLayout, row_bytes: list[list[int]], reader: ShareReader, batch: Batch, codes: torch.Tensor
+) -> Load:
     reads: list[Read] = []
     moves = []
     filled = 0
     for projection in range(layout.offsets.shape[1]):
-        first = filled
-        for expert in range(batch.first, batch.end):
-            nbytes = layout.linear_bytes(expert, projection)
-            fill = partial(read_linear, layout.source, weights, expert, projection, layout.extent)
-            reads.append(Read(filled, nbytes, fill))
+        first, end = (0, layout.rows(projection)) if batch.parts is None else batch.parts[projection]
+        begin = filled
+        if first == end:
+            continue
+        for expert, sizes in enumerate(row_bytes, start=batch.first):
+            nbytes = (end - first) * sizes[projection]
+            reads.append(Read(filled, nbytes, partial(reader.read, expert, projection, first=first, end=end)))
             filled += nbytes
         # experts of a batch are neighbours in the layout too, so their codes of one projection go in one copy
-        place = int(layout.offsets[batch.first, projection]) * WORD_BYTES
-        moves.append(Move(first, codes[place : place + filled - first]))
+        place = int(layout.offsets[batch.first, projection]) * WORD_BYTES + first * row_bytes[0][projection]
+        moves.append(Move(begin, codes[place : place + filled - begin]))
     return Load(f"codes of experts {batch.first}..{batch.end}", tuple(reads), tuple(moves))
 
 

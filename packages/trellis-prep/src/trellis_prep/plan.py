@@ -5,15 +5,25 @@ It must not know weights or devices: a source and bounds are enough.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource
 from trellis_prep.errors import PrepTypeError
 from trellis_prep.layout import PreparedLayout, plan_layout
-from trellis_prep.staging import Batch, TrellisStaging, plan_batches, plan_slots
+from trellis_prep.staging import SLOTS_PER_READER, Batch, TrellisStaging, plan_batches, plan_slots
 
-__all__ = ["PreparationPlan", "plan_preparation"]
+__all__ = ["LONG_RUN", "MOST_READERS", "PreparationPlan", "plan_preparation"]
+
+MOST_READERS = 8
+"""Threads that fill slots, where there are as many cores: one alone copies from the page cache at a fraction of what a
+pinned copy to a GPU takes."""
+LEAST_SLOT = 1 << 20
+"""Bytes of a slot below which there are fewer readers instead: what surrounds a slot's copy would cost more than it."""
+LONG_RUN = 16 << 10
+"""Bytes of a contiguous run of a file from which on readers help each other: below, the interpreter's lock is what they
+wait for, and each wait costs more than the read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +33,10 @@ class PreparationPlan:
     Attributes:
         layout: the share, and its bytes.
         staging: the bounds.
-        batches: consecutive experts whose codes pass through one slot.
+        batches: consecutive experts, or a part of one, whose codes pass through one slot.
         slots: host slots.
         slot_bytes: bytes of each.
+        readers: threads that fill slots.
     """
 
     layout: PreparedLayout
@@ -33,6 +44,7 @@ class PreparationPlan:
     batches: tuple[Batch, ...]
     slots: int
     slot_bytes: int
+    readers: int
 
     @property
     def host_bytes(self) -> int:
@@ -62,7 +74,6 @@ def plan_preparation(
 
     Raises:
         PrepTypeError: if an argument has the wrong type.
-        PrepUnsupportedError: if the codes' layout cannot be prepared.
         PrepValueError: if the extent does not fit, or an expert exceeds the bound ("insufficient"); names both numbers.
         FormatValueError: if the extent cuts a Hadamard block.
     """
@@ -71,6 +82,18 @@ def plan_preparation(
         raise PrepTypeError(f"staging must be a TrellisStaging, got {type(bounds).__name__}")
     layout = plan_layout(source, extent)
     if not layout.code_words:
-        return PreparationPlan(layout, bounds, (), *plan_slots(layout.total_bytes, bounds))
-    codes = plan_batches(layout.expert_bytes(), bounds)
-    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes)
+        return PreparationPlan(layout, bounds, (), *plan_slots(layout.total_bytes, bounds), readers=1)
+    readers = _readers(bounds, layout.run_bytes())
+    rows = [layout.rows(index) for index in range(len(source.geometry.projections))]
+    codes = plan_batches(rows, layout.row_bytes.tolist(), bounds, readers=readers)
+    readers = min(readers, codes.slots)
+    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes, readers)
+
+
+def _readers(staging: TrellisStaging, run_bytes: int) -> int:
+    if staging.readers is not None:
+        return staging.readers
+    if run_bytes < LONG_RUN:
+        return 1
+    room = staging.max_bytes // (SLOTS_PER_READER * LEAST_SLOT)
+    return max(min(len(os.sched_getaffinity(0)), MOST_READERS, room), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,7 @@ from trellis_prep.layout import PreparedLayout
 __all__ = ["PreparedExperts"]
 
 _BIAS = "bias."
+_SIGNS = "signs."
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,8 @@ class PreparedExperts:
         intermediate_scales: `[experts, projections, width] float16`: gate svh, up svh, down suh.
         output_scales: `[experts or 1, hidden] float16`.
         biases: `{projection: [experts, n] float16}`; the down bias only on the share that begins at channel 0.
+        signs: under an intermediate Hadamard, `{"pre": [experts, 2 * width], "post": [experts, width]}`, float16 of +1
+            and -1; else empty.
     """
 
     layout: PreparedLayout
@@ -38,6 +41,7 @@ class PreparedExperts:
     intermediate_scales: torch.Tensor
     output_scales: torch.Tensor
     biases: dict[Projection, torch.Tensor]
+    signs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: PreparedLayout, tensors: Mapping[str, torch.Tensor]) -> PreparedExperts:
@@ -54,6 +58,7 @@ class PreparedExperts:
                 for name, tensor in tensors.items()
                 if name.startswith(_BIAS)
             },
+            signs={name.removeprefix(_SIGNS): tensor for name, tensor in tensors.items() if name.startswith(_SIGNS)},
         )
 
     @property
@@ -78,6 +83,7 @@ class PreparedExperts:
             name: getattr(self, name)
             for name in ("codes", "descriptors", "input_scales", "intermediate_scales", "output_scales")
         }
+        named |= {f"{_SIGNS}{axis}": tensor for axis, tensor in self.signs.items()}
         return named | {f"{_BIAS}{projection}": tensor for projection, tensor in self.biases.items()}
 
     @property

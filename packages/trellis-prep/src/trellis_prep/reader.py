@@ -1,4 +1,7 @@
-"""Owns the read of one linear's share into a host buffer.  It must not know devices, nor how codes lie."""
+"""Owns the read of rows of a linear's share into a host buffer, and what a failed read is called.
+
+It must not know devices, threads, nor how codes lie.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +10,53 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatError
 from trellis_format.extent import TrellisExtent
-from trellis_format.slots import read_linear_into
+from trellis_format.linear_reader import LinearReader
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.errors import PrepMemoryError, PrepReadError
-from trellis_prep.layout import check_source
 
-__all__ = ["read_linear"]
+__all__ = ["ShareReader"]
 
 
-def read_linear(
-    source: TrellisSource,
-    weights: TrellisWeights,
-    expert: int,
-    projection: int,
-    extent: TrellisExtent,
-    out: npt.NDArray[np.uint8],
-) -> None:
-    """Read the share of one linear, in the final tile order.
+class ShareReader:
+    """Reads the codes of a rank's share; several threads may use it at a time.
 
     Args:
         source: the layer.
         weights: its arrays.
-        expert: index.
-        projection: index into the geometry's projections.
         extent: the share, inside the source's extent.
-        out: `[bytes] uint8`, exactly the share's bytes.
-
-    Raises:
-        PrepUnsupportedError: if the layer cannot be prepared.
-        PrepReadError: if the file is short, changed or unreadable; names file, tensor, expert and projection.
-        PrepMemoryError: if memory runs out while reading; names them too.
     """
-    check_source(source)
-    where = f"expert {expert} {source.geometry.projections[projection]}"
-    try:
-        read_linear_into(source, weights, expert, projection, extent, out)
-    except FormatError as error:
-        raise PrepReadError(f"{where}: {error.message}", file=error.file, tensor=error.tensor) from error
-    except OSError as error:
-        raise PrepReadError(f"{where}: cannot be read: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise PrepMemoryError(f"{where}: memory ran out while {out.size} bytes were read") from error
+
+    def __init__(self, source: TrellisSource, weights: TrellisWeights, extent: TrellisExtent) -> None:
+        self._projections = source.geometry.projections
+        self._linears = LinearReader(source, weights, extent)
+
+    def read(
+        self, expert: int, projection: int, out: npt.NDArray[np.uint8], first: int = 0, end: int | None = None
+    ) -> None:
+        """Read rows of tiles [first, end) of one linear's share, in the final tile order.
+
+        Args:
+            expert: index.
+            projection: index into the geometry's projections.
+            out: `[bytes] uint8`, exactly the rows' bytes.
+            first: first row, counted from the share's first.
+            end: row past the last (default: the share's end).
+
+        Raises:
+            PrepReadError: if the file is short, changed or unreadable; names file, tensor, expert and projection.
+            PrepMemoryError: if memory runs out while reading; names them too.
+        """
+        try:
+            self._linears.read(expert, projection, out, first, end)
+        except FormatError as error:
+            where = self._where(expert, projection)
+            raise PrepReadError(f"{where}: {error.message}", file=error.file, tensor=error.tensor) from error
+        except OSError as error:
+            where = self._where(expert, projection)
+            raise PrepReadError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except MemoryError as error:
+            where = self._where(expert, projection)
+            raise PrepMemoryError(f"{where}: memory ran out while {out.size} bytes were read") from error
+
+    def _where(self, expert: int, projection: int) -> str:
+        return f"expert {expert} {self._projections[projection]}"

@@ -1,7 +1,7 @@
 """Owns the ring of host slots that bytes pass through.  It must not know what they mean or where they go.
 
-A slot is lent for one copy.  The reader takes it, fills it and hands it over; whoever issues the copy gives it back
-with the event that marks the copy's end; the ring waits for that event before it lends the slot again.
+A slot is lent for one copy.  A thread takes it, fills it, issues the copy and gives it back with the event that marks
+the copy's end; whoever takes it next waits for that event first.
 """
 
 from __future__ import annotations
@@ -86,25 +86,40 @@ class Slot:
 class SlotRing:
     """Host slots, lent in turn.  Use it as a context: leaving waits for every copy and frees the memory.
 
-    One thread takes slots and another releases them.
+    Any thread takes slots and releases those that it took.
+
+    Attributes:
+        slot_bytes: bytes of a slot.
+        nbytes: bytes of all slots.
 
     Args:
         slots: how many.
         slot_bytes: bytes of each.
         device: CUDA device that copies go to, for which slots are page-locked; None for a CPU.
         poison: whether a slot is overwritten once its copy has completed.
+        buffer: memory of at least `slots * slot_bytes` bytes to use, which stays the caller's; None takes its own.
 
     Raises:
         PrepMemoryError: if the memory cannot be had.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, *, device: torch.device | None, poison: bool = False) -> None:
-        self.slot_bytes = slot_bytes
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        *,
+        device: torch.device | None,
+        poison: bool = False,
+        buffer: HostBuffer | None = None,
+    ) -> None:
+        self.slot_bytes, self.nbytes = slot_bytes, slots * slot_bytes
         self._poison = poison
         self._cancelled = False
-        self._buffer = HostBuffer(slots * slot_bytes, device=device)
+        self._own = HostBuffer(self.nbytes, device=device) if buffer is None else None
+        memory = self._own if buffer is None else buffer
+        assert memory is not None
         spans = [slice(index * slot_bytes, (index + 1) * slot_bytes) for index in range(slots)]
-        self._slots = [Slot(self._buffer.array[span], self._buffer.tensor[span]) for span in spans]
+        self._slots = [Slot(memory.array[span], memory.tensor[span]) for span in spans]
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
@@ -118,11 +133,6 @@ class SlotRing:
         self.close()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self._buffer.nbytes
-
-    @property
     def cancelled(self) -> bool:
         """Whether no more slots are lent."""
         return self._cancelled
@@ -131,6 +141,7 @@ class SlotRing:
         """Borrow the next slot, once it is free and its last copy has completed; None when the ring was cancelled."""
         slot = None if self._cancelled else self._free.get()
         if slot is None or self._cancelled:
+            self._free.put(None)  # for whoever else waits
             return None
         slot.settle(poison=self._poison)
         slot.lent = True
@@ -166,7 +177,8 @@ class SlotRing:
         """
         self.cancel()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._buffer.close)
+            if self._own is not None:
+                stack.callback(self._own.close)
             for slot in self._slots:
                 stack.callback(slot.forget)
                 stack.callback(slot.settle, poison=self._poison)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from trellis_prep.errors import PrepTypeError, PrepValueError
 
-__all__ = ["Batch", "BatchPlan", "TrellisStaging", "plan_batches", "plan_slots"]
+__all__ = ["SLOTS_PER_READER", "Batch", "BatchPlan", "TrellisStaging", "plan_batches", "plan_slots"]
 
 MIB = 1 << 20
+SLOTS_PER_READER = 2
+"""Slots for each thread that fills them: it fills one while the other is copied."""
 _SLOT_GRAIN = 16  # bytes of the largest element that a slot's start must suit
 
 
@@ -21,6 +22,7 @@ class TrellisStaging:
     Args:
         max_experts: most experts in one batch.
         max_bytes: bytes that all host slots together may take, and that device temporaries may take.
+        readers: threads that fill slots; None chooses by cores and by how long the runs of files are.
 
     Raises:
         PrepTypeError: if a bound is not an int.
@@ -29,10 +31,13 @@ class TrellisStaging:
 
     max_experts: int = 64
     max_bytes: int = 64 * MIB
+    readers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_experts", "max_bytes"):
+        for name in ("max_experts", "max_bytes", "readers"):
             value = getattr(self, name)
+            if name == "readers" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise PrepTypeError(f"staging {name} must be an int, got {type(value).__name__}")
             if value <= 0:
@@ -41,11 +46,19 @@ class TrellisStaging:
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive experts that pass through one slot: [first, end), and their bytes."""
+    """What passes through one slot: whole consecutive experts, or a part of one that is larger than a slot.
+
+    Attributes:
+        first: first expert.
+        end: expert past the last.
+        nbytes: bytes of the codes.
+        parts: for a part of one expert, the rows of tiles [first, end) of each projection; None for whole experts.
+    """
 
     first: int
     end: int
     nbytes: int
+    parts: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,37 +70,75 @@ class BatchPlan:
     slot_bytes: int
 
 
-def plan_batches(expert_bytes: Sequence[int], staging: TrellisStaging) -> BatchPlan:
-    """Cut a layer into batches of consecutive experts.
+def plan_batches(
+    rows: Sequence[int], row_bytes: Sequence[Sequence[int]], staging: TrellisStaging, *, readers: int = 1
+) -> BatchPlan:
+    """Cut a layer into batches of consecutive experts, and experts larger than a slot into parts of even size.
 
-    Two slots share the bound, so that reading overlaps copying; where one expert does not fit half the bound but fits
-    the whole, there is one slot.
+    `SLOTS_PER_READER` slots for each reader share the bound, fewer where a row of tiles would not fit.
 
     Args:
-        expert_bytes: bytes of each expert.
+        rows: rows of tiles of each projection.
+        row_bytes: `[experts][projections]`, bytes of a row.
         staging: the bounds.
+        readers: threads that fill slots.
 
     Raises:
         PrepValueError: if an expert does not fit the bound ("insufficient"); names the expert, both numbers.
     """
+    expert_bytes = [sum(count * size for count, size in zip(rows, sizes, strict=True)) for sizes in row_bytes]
     largest = max(expert_bytes, default=0)
     if largest > staging.max_bytes:
         raise PrepValueError(
-            f"staging of {staging.max_bytes} bytes is insufficient: expert {list(expert_bytes).index(largest)} takes "
-            f"{largest} bytes; give max_bytes of at least {largest} ({2 * largest} to overlap reads with copies)"
+            f"staging of {staging.max_bytes} bytes is insufficient: expert {expert_bytes.index(largest)} takes "
+            f"{largest} bytes; give max_bytes of at least {largest} ({2 * largest} for two slots that hold one each)"
         )
-    slots = 2 if largest <= staging.max_bytes // 2 else 1
+    longest = max((max(sizes) for sizes in row_bytes), default=0)
+    slots = next(
+        count
+        for count in range(SLOTS_PER_READER * readers, 0, -1)
+        if count == 1 or staging.max_bytes // count >= longest
+    )
     room = staging.max_bytes // slots
-    cuts, size = [0], 0
+    batches: list[Batch] = []
+    first, size = 0, 0
     for expert, nbytes in enumerate(expert_bytes):
-        if size + nbytes > room or expert - cuts[-1] == staging.max_experts:
-            cuts.append(expert)
-            size = 0
+        if expert > first and (size + nbytes > room or expert - first == staging.max_experts):
+            batches.append(Batch(first, expert, size))
+            first, size = expert, 0
         size += nbytes
-    cuts.append(len(expert_bytes))
-    spans = [(first, end) for first, end in pairwise(cuts) if end > first]
-    batches = tuple(Batch(first, end, sum(expert_bytes[first:end])) for first, end in spans)
-    return BatchPlan(batches, min(slots, len(batches)), max((batch.nbytes for batch in batches), default=0))
+        if size > room:
+            batches += [_part(expert, parts, row_bytes[expert]) for parts in _cut(rows, row_bytes[expert], room)]
+            first, size = expert + 1, 0
+    if size:
+        batches.append(Batch(first, len(expert_bytes), size))
+    most = max((batch.nbytes for batch in batches), default=0)
+    return BatchPlan(tuple(batches), min(slots, len(batches)), most)
+
+
+def _cut(rows: Sequence[int], sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Parts of an expert, as the rows [first, end) of each projection, each at most `room` bytes and about even."""
+    left = sum(count * size for count, size in zip(rows, sizes, strict=True))
+    pieces = -(-left // room)
+    goal = min(-(-left // pieces) + max(sizes), room)  # a part ends between rows: none may be left over
+    done = [0] * len(rows)
+    while left:
+        free, part = goal, []
+        for index, (count, size) in enumerate(zip(rows, sizes, strict=True)):
+            taken = min(count - done[index], free // size)
+            part.append((done[index], done[index] + taken))
+            done[index] += taken
+            free -= taken * size
+            if done[index] < count:
+                part += [(done[later], done[later]) for later in range(index + 1, len(rows))]
+                break
+        yield tuple(part)
+        left -= goal - free
+
+
+def _part(expert: int, parts: tuple[tuple[int, int], ...], sizes: Sequence[int]) -> Batch:
+    nbytes = sum((end - first) * size for (first, end), size in zip(parts, sizes, strict=True))
+    return Batch(expert, expert + 1, nbytes, parts)
 
 
 def plan_slots(nbytes: int, staging: TrellisStaging) -> tuple[int, int]:
@@ -110,5 +161,6 @@ def plan_slots(nbytes: int, staging: TrellisStaging) -> tuple[int, int]:
             f"{_SLOT_GRAIN} bytes"
         )
     needed = -(-nbytes // _SLOT_GRAIN)
-    slots = 2 if grains >= 2 and grains // 2 < needed else 1
-    return slots, min(grains // slots, needed) * _SLOT_GRAIN
+    most = min(SLOTS_PER_READER, grains)
+    size = min(grains // most, needed)
+    return min(most, -(-needed // size)), size * _SLOT_GRAIN

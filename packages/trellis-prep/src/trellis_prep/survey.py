@@ -19,7 +19,7 @@ from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.errors import PrepValueError
 from trellis_prep.extents import rank_extent
 from trellis_prep.plan import PreparationPlan
-from trellis_prep.reader import read_linear
+from trellis_prep.reader import ShareReader
 
 __all__ = ["ReadSample", "open_layers", "parse_layers", "rank_share", "read_sample", "select_layers"]
 
@@ -99,10 +99,11 @@ def read_sample(plan: PreparationPlan, weights: TrellisWeights) -> ReadSample:
         PrepReadError: if a file cannot be read.
     """
     layout, total = plan.layout, 0
+    reader = ShareReader(layout.source, weights, layout.extent)
     begin = time.perf_counter()
     for projection in range(layout.offsets.shape[1]):
         out = np.empty(layout.linear_bytes(0, projection), dtype=np.uint8)
-        read_linear(layout.source, weights, 0, projection, layout.extent, out)
+        reader.read(0, projection, out)
         total += out.size
     return total, time.perf_counter() - begin
 

@@ -1,4 +1,4 @@
-"""Owns a rank's scales, biases and descriptors: which rows and channels of the layer's arrays they are.
+"""Owns a rank's scales, signs, biases and descriptors: which rows and channels of the layer's arrays they are.
 
 It must not know codes, staging or devices.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trellis_format.signs import SignAxis, expert_signs
 from trellis_format.source import Projection, TrellisWeights
 from trellis_prep.layout import PreparedLayout, holds_down_bias
 
@@ -37,6 +38,10 @@ def table_rows(weights: TrellisWeights, layout: PreparedLayout) -> dict[str, npt
     }
     rows = {name: _as_rows(array) for name, array in arrays.items()}
     rows["intermediate_scales"] = rows["intermediate_scales"][:, local]
+    if weights.expert_sign_patterns is not None:  # drawn for the whole axis, then cut: a draw of local length differs
+        for axis in SignAxis:
+            signs = expert_signs(weights.expert_sign_patterns, axis, layout.extent)
+            rows[f"signs.{axis.name.lower()}"] = signs.astype(np.float16)
     for projection, bias in weights.biases.items():
         if projection is not Projection.DOWN:
             rows[f"bias.{projection}"] = bias[:, local]

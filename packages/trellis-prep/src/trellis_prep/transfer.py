@@ -1,7 +1,9 @@
-"""Owns the pipeline: a thread that fills slots while the caller's thread copies them out.  It must not know weights.
+"""Owns the pipeline: threads that fill slots and issue the copies out of them.  It must not know weights.
 
-On any failure, in either thread, the other one stops at its next step, and the caller sees the error after both have
-ended and every copy has completed; an interrupt from the keyboard is a failure like others.
+A thread takes a load and a slot, fills the slot, issues its copies and goes on to the next; nothing is handed from one
+thread to another in between, since waking a thread takes longer than copying a slot.  On any failure, in any thread,
+the others stop at their next step, and the caller sees the error after all have ended and every copy has completed; an
+interrupt from the keyboard is a failure like others.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 from trellis_prep.errors import PrepDeviceError
 from trellis_prep.lanes import CopyLane, Move
-from trellis_prep.slots import Slot, SlotRing
+from trellis_prep.slots import SlotRing
 
 __all__ = ["Load", "Read", "transfer"]
 
@@ -57,46 +59,104 @@ class Load:
         return sum(read.nbytes for read in self.reads)
 
 
-_Filled = tuple[Load, Slot]
+_Done = queue.SimpleQueue[int | BaseException | None]
 
 
-def transfer(loads: Iterable[Load], ring: SlotRing, lane: CopyLane, moved: Callable[[int], None]) -> None:
+def transfer(
+    loads: Iterable[Load], ring: SlotRing, lane: CopyLane, moved: Callable[[int], None], *, readers: int = 1
+) -> None:
     """Move loads through a ring.
 
-    When this returns or raises, every copy that was issued has completed and the reader has ended.
+    When this returns or raises, every copy that was issued has completed and the readers have ended.
 
     Args:
-        loads: taken one by one, in the reader's thread.
+        loads: taken one by one, in a reader's thread, never by two at a time.
         ring: slots at least as large as each load.
         lane: copies slots out.
         moved: called in this thread with the bytes of each load once its copies were issued.
+        readers: threads that fill slots; with one, reads are done in the order of the loads.
 
     Raises:
         PrepDeviceError: if a copy fails; names the load.
         BaseException: what a read or `moved` raised.
     """
-    filled: queue.SimpleQueue[_Filled | BaseException | None] = queue.SimpleQueue()
-    reader = threading.Thread(target=_fill, args=(iter(loads), ring, filled), name="trellis-prep-reader", daemon=True)
-    reader.start()
+    feed, done = _Feed(loads), _Done()
     with contextlib.ExitStack() as stack:  # each step is taken whatever happens to the one before
         stack.callback(_drain, lane)
-        stack.callback(reader.join)
+        stack.callback(_discard, done)
+        started: list[threading.Thread] = []
+        stack.callback(_join, started)
         stack.callback(ring.cancel)
-        while (item := filled.get()) is not None:
-            if isinstance(item, BaseException):
+        for _ in range(readers):
+            arguments = (feed, ring, lane, done)
+            thread = threading.Thread(target=_work, args=arguments, name="trellis-prep-reader", daemon=True)
+            thread.start()
+            started.append(thread)
+        running = readers
+        while running:
+            item = done.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
                 raise item
-            load, slot = item
-            _copy(load, slot, ring, lane)
-            moved(load.nbytes)
+            else:
+                moved(item)
 
 
-def _copy(load: Load, slot: Slot, ring: SlotRing, lane: CopyLane) -> None:
+class _Feed:
+    """Hands loads out to threads, in order."""
+
+    def __init__(self, loads: Iterable[Load]) -> None:
+        self._loads: Iterator[Load] = iter(loads)
+        self._lock = threading.Lock()
+
+    def take(self) -> Load | None:
+        """The next load; None when there is no more."""
+        with self._lock:
+            return next(self._loads, None)
+
+
+def _work(feed: _Feed, ring: SlotRing, lane: CopyLane, done: _Done) -> None:
+    try:
+        with lane.issuing():
+            while (load := feed.take()) is not None and _move(load, ring, lane):
+                done.put(load.nbytes)
+    except BaseException as error:  # noqa: BLE001  # crosses to the thread that waits, which raises it
+        done.put(error)
+    finally:
+        done.put(None)
+
+
+def _move(load: Load, ring: SlotRing, lane: CopyLane) -> bool:
+    """Fill a slot and issue its copies; whether the ring still lent one."""
+    slot = ring.take()
+    if slot is None:
+        return False
+    array = slot.array
+    for read in load.reads:
+        if ring.cancelled:
+            return False
+        read.fill(array[read.first : read.first + read.nbytes])
     try:
         lane.copy(slot, load.moves)
         copied = lane.mark()
     except RuntimeError as error:
         raise PrepDeviceError(f"{load.name}: the copy of {load.nbytes} bytes failed: {error}") from error
     ring.release(slot, copied)
+    return True
+
+
+def _discard(done: _Done) -> None:
+    """Let go of further errors: their frames hold tensors, and this queue."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            done.get_nowait()
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    with contextlib.ExitStack() as stack:  # an interrupted wait does not skip the others
+        for thread in threads:
+            stack.callback(thread.join)
 
 
 def _drain(lane: CopyLane) -> None:
@@ -104,20 +164,3 @@ def _drain(lane: CopyLane) -> None:
         lane.drain()
     except RuntimeError as error:
         raise PrepDeviceError(f"a copy failed: {error}") from error
-
-
-def _fill(loads: Iterator[Load], ring: SlotRing, filled: queue.SimpleQueue[_Filled | BaseException | None]) -> None:
-    try:
-        for load in loads:
-            slot = ring.take()
-            if slot is None:
-                break
-            for read in load.reads:
-                if ring.cancelled:
-                    return
-                read.fill(slot.array[read.first : read.first + read.nbytes])
-            filled.put((load, slot))
-    except BaseException as error:  # noqa: BLE001  # crosses to the thread that waits, which raises it
-        filled.put(error)
-    finally:
-        filled.put(None)

@@ -69,9 +69,9 @@ class ArrayView(ABC):
             raise FormatValueError(f"box has {len(box)} axes, the array {len(self.shape)}")
         lengths = []
         for part, size in zip(box, self.shape, strict=True):
-            start, stop, step = part.indices(size)
-            given = (0 if part.start is None else part.start, size if part.stop is None else part.stop)
-            if step != 1 or (start, stop) != given or stop < start:
+            start = 0 if part.start is None else part.start
+            stop = size if part.stop is None else part.stop
+            if part.step not in (None, 1) or not 0 <= start <= stop <= size:
                 raise FormatValueError(f"box {part} is outside an axis of {size}")
             lengths.append(stop - start)
         return tuple(lengths)
@@ -228,10 +228,10 @@ class FileArray(ArrayView):
             FormatTypeError: if numpy has no dtype for the tensor's.
         """
         self._check_dtype()
-        self._check_out(box, out)
+        lengths = self._check_out(box, out)
         if not out.size:
             return
-        offsets, length = self._runs(box)
+        offsets, length = self._runs(box, lengths)
         self._reader.read_runs(offsets, length, out.data, self.entry.name)
 
     def read_chunks(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
@@ -253,9 +253,8 @@ class FileArray(ArrayView):
                 tensor=self.entry.name,
             )
 
-    def _runs(self, box: tuple[slice, ...]) -> tuple[list[int], int]:
+    def _runs(self, box: tuple[slice, ...], lengths: tuple[int, ...]) -> tuple[list[int], int]:
         """Offsets in the file of the contiguous runs of a box, in row-major order, and the bytes of one."""
-        lengths = self.box_shape(box)
         axis = len(lengths)
         run = self.dtype.itemsize
         while axis and lengths[axis - 1] == self.shape[axis - 1]:  # trailing whole axes are contiguous
@@ -265,6 +264,8 @@ class FileArray(ArrayView):
         if axis:
             axis -= 1
             run *= lengths[axis]
+        if not axis:  # one run, as a share of whole tensors has: no arrays for a single number
+            return [self.entry.begin + (box[0].start or 0) * stride if box else self.entry.begin], run
         offsets = np.array([self.entry.begin], dtype=np.int64)
         for index in range(axis, -1, -1):
             if index < len(box):

@@ -6,24 +6,28 @@ a CPU destination takes the same path as a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.checks import check_weights
-from trellis_prep.devices import allocate, resolve_device
+from trellis_prep.devices import TensorLayout, allocate, resolve_device
+from trellis_prep.errors import PrepValueError
 from trellis_prep.lanes import open_lane
 from trellis_prep.loads import share_loads
 from trellis_prep.plan import PreparationPlan, plan_preparation
 from trellis_prep.prepared import PreparedExperts
 from trellis_prep.slots import SlotRing
+from trellis_prep.stage import StagingBuffer
 from trellis_prep.staging import TrellisStaging
 from trellis_prep.transfer import Load, transfer
 
-__all__ = ["Progress", "fill_tensors", "prepare"]
+__all__ = ["Progress", "StreamPlan", "fill_tensors", "prepare", "stream_tensors"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), in the caller's thread."""
@@ -38,6 +42,7 @@ def prepare(
     extent: TrellisExtent | None = None,
     progress: Progress | None = None,
     poison: bool = False,
+    buffer: StagingBuffer | None = None,
 ) -> PreparedExperts:
     """Put a rank's share of a layer on a device.
 
@@ -53,23 +58,29 @@ def prepare(
         extent: the share of the intermediate axis (default: all that the weights cover).
         progress: called with (bytes done, bytes in all) after each slot's copies were issued.
         poison: overwrite staging slots after their release, to find late readers.
+        buffer: host memory that is kept from layer to layer; None takes its own for this one.
 
     Raises:
         PrepTypeError: if an argument, or an array of the weights, has the wrong type.
-        PrepUnsupportedError: if the codes' layout cannot be prepared.
         PrepValueError: if the device cannot be used, the extent or the weights do not fit the source, or an expert
             exceeds the staging bound ("insufficient", before anything is allocated); names both numbers.
         FormatValueError: if the extent cuts a Hadamard block.
         PrepReadError: if a file is short, changed or unreadable; names file, tensor, expert and projection.
         PrepMemoryError: if memory runs out on the host or the device; names what for.
         PrepDeviceError: if a copy fails.
-        PrepStateError: if a CUDA graph is being captured.
+        PrepStateError: if a CUDA graph is being captured, or the buffer is in use or closed.
     """
     plan = plan_preparation(source, extent=extent, staging=staging)
     check_weights(source, weights)
     target = resolve_device(device)
     return fill_tensors(
-        plan, target, lambda tensors: share_loads(plan, weights, tensors), progress=progress, poison=poison
+        plan,
+        target,
+        lambda tensors: share_loads(plan, weights, tensors),
+        progress=progress,
+        poison=poison,
+        readers=plan.readers,
+        buffer=buffer,
     )
 
 
@@ -80,6 +91,8 @@ def fill_tensors(
     *,
     progress: Progress | None = None,
     poison: bool = False,
+    readers: int = 1,
+    buffer: StagingBuffer | None = None,
 ) -> PreparedExperts:
     """Allocate prepared tensors and fill them through a ring of slots.
 
@@ -89,6 +102,52 @@ def fill_tensors(
         loads: gives, for the destinations by name, loads that together write each of their bytes once.
         progress: see `prepare`.
         poison: see `prepare`.
+        readers: threads that fill slots; with one, reads are done in the order of the loads.
+        buffer: see `prepare`.
+
+    Raises:
+        PrepMemoryError: if memory runs out.
+        PrepDeviceError: if a copy fails.
+        BaseException: what a load or `progress` raised; everything is freed first.
+    """
+    tensors = stream_tensors(plan, device, loads, progress=progress, poison=poison, readers=readers, buffer=buffer)
+    return PreparedExperts.of(plan.layout, tensors)
+
+
+class StreamPlan(Protocol):
+    """What a stream of tensors needs to know: where they lie, and the slots that their bytes pass through."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """The tensors."""
+
+    @property
+    def staging(self) -> TrellisStaging:
+        """The bounds."""
+
+    @property
+    def slots(self) -> int:
+        """Host slots."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot."""
+
+
+def stream_tensors(
+    plan: StreamPlan,
+    device: torch.device,
+    loads: Callable[[Mapping[str, torch.Tensor]], Iterable[Load]],
+    *,
+    progress: Progress | None = None,
+    poison: bool = False,
+    readers: int = 1,
+    buffer: StagingBuffer | None = None,
+) -> dict[str, torch.Tensor]:
+    """Allocate the tensors of any layout and fill them through a ring of slots; arguments as `fill_tensors`.
+
+    Returns:
+        The tensors by the names of `plan.layout.tensors`.
 
     Raises:
         PrepMemoryError: if memory runs out.
@@ -106,16 +165,34 @@ def fill_tensors(
     tensors: dict[str, torch.Tensor] = {}
     try:
         tensors |= allocate(plan.layout, device)
-        ring_device = device if device.type == "cuda" else None
-        with SlotRing(plan.slots, plan.slot_bytes, device=ring_device, poison=poison) as ring:
+        with _open_ring(plan, device, poison, buffer) as ring:
             assert ring.nbytes <= plan.staging.max_bytes  # the plan's arithmetic
-            transfer(loads(tensors), ring, open_lane(device), moved)
+            transfer(loads(tensors), ring, open_lane(device), moved, readers=readers)
         assert done == total  # the loads' arithmetic
     except BaseException as error:
         tensors.clear()
         _release_frames(error)
         raise
-    return PreparedExperts.of(plan.layout, tensors)
+    return tensors
+
+
+@contextlib.contextmanager
+def _open_ring(
+    plan: StreamPlan, device: torch.device, poison: bool, buffer: StagingBuffer | None
+) -> Iterator[SlotRing]:
+    if buffer is None:
+        with SlotRing(
+            plan.slots, plan.slot_bytes, device=device if device.type == "cuda" else None, poison=poison
+        ) as ring:
+            yield ring
+        return
+    if buffer.device != device:
+        raise PrepValueError(f"the staging buffer is for {buffer.device}, the weights go to {device}")
+    with (
+        buffer.lend(plan.slots * plan.slot_bytes, plan.staging.max_bytes) as memory,
+        SlotRing(plan.slots, plan.slot_bytes, device=None, poison=poison, buffer=memory) as ring,
+    ):
+        yield ring
 
 
 def _release_frames(error: BaseException | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -23,10 +22,8 @@ from prep.samples import (
 )
 from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
-from trellis_format.transform import ExpertTransform
 from trellis_prep import (
     PreparedExperts,
-    PrepUnsupportedError,
     PrepValueError,
     TrellisStaging,
     even_extents,
@@ -163,13 +160,6 @@ def test_host_holds_the_ring_and_little_else(tmp_path: Path) -> None:
         pytest.skip("this system does not tell a process's peak memory")
     assert prepared.nbytes > 25 << 20
     assert above <= bounds.max_bytes + (6 << 20), "6 MiB for the interpreter's own"
-
-
-def test_an_intermediate_hadamard_is_refused_before_anything_is_read() -> None:
-    source, weights = random_layer(hidden=512, joint=True)
-    changed = dataclasses.replace(source, expert_transform=ExpertTransform())
-    with pytest.raises(PrepUnsupportedError, match="ExpertTransform"):
-        prepare(changed, weights)
 
 
 @pytest.mark.gpu

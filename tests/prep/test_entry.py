@@ -1,0 +1,34 @@
+"""Holds the start of the command to one line and code 130 for an interrupt, whenever it comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trellis_prep import cli, entry
+
+_INTERRUPTED_IMPORT = """
+import builtins, os, signal, sys
+load = builtins.__import__
+def slow(name, *rest):
+    if name == {module!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return load(name, *rest)
+builtins.__import__ = slow
+from trellis_prep.entry import main
+sys.exit(main(["prepare", "--checkpoint", "."]))
+"""
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+def test_an_interrupt_while_a_library_loads_is_one_line(module: str) -> None:
+    program = _INTERRUPTED_IMPORT.format(module=module)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "trellis-prep: interrupted\n")
+
+
+def test_the_command_is_that_of_cli(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "main", lambda arguments: len(arguments))
+    assert entry.main(["a", "b"]) == 2
