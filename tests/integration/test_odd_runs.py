@@ -120,12 +120,13 @@ def test_scales_at_the_ends_of_float16_are_no_crash(model: Path, tmp_path: Path,
     assert report["non_finite_tokens"] == 0
 
 
-def test_what_leaves_float16_is_counted_not_hidden(tmp_path: Path) -> None:
+def test_what_leaves_float32_is_counted_not_hidden(tmp_path: Path) -> None:
     tensors = exl3_files.random_layer(np.random.default_rng(2))
     tensors |= {name: np.full_like(tensors[name], 65504) for name in tensors if name.endswith(".suh")}
     extreme = exl3_files.write_checkpoint(tmp_path / "extreme", tensors, config=SILU)
     ids = torch.tensor([[0, 1], [-1, -1], [1, 1]])
-    y, report = run(extreme, write_input(tmp_path / "in", 2, 128, 3, 2, topk_ids=ids, x=torch.ones(3, 128)))
+    x = torch.full((3, 128), 1e20)  # the law's product of gate and up is beyond float32
+    y, report = run(extreme, write_input(tmp_path / "in", 2, 128, 3, 2, topk_ids=ids, x=x))
     assert report["non_finite_tokens"] == 2
     assert not y[1].any()
 

@@ -80,12 +80,12 @@ def test_gpu_launches_ask_for_no_other_key(tokens: int, monkeypatch: pytest.Monk
     middle = torch.ones(experts, width, dtype=torch.float16, device=device)
     for past in (0, 1):
         x = torch.zeros(tokens * hidden + 8, dtype=torch.bfloat16, device=device)[past:][: tokens * hidden]
-        operand = torch.empty(routes, hidden, dtype=torch.float16, device=device)
-        rotate_input(x.view(tokens, hidden), scales, rows=rows, tables=tables, out=operand)
+        rotated = torch.empty(routes, hidden, device=device)
+        rotate_input(x.view(tokens, hidden), scales, rows=rows, tables=tables, out=rotated)
     up = torch.zeros(routes, width, device=device)
     activate(up.clone(), up, activation=SILU, out=up)
     rotate_output(up, middle, tables=tables, out=up)
-    rotate_input(up, middle, tables=tables, out=torch.empty(routes, width, dtype=torch.float16, device=device))
+    rotate_input(up, middle, tables=tables, out=up)
     packed = pack_routes(ids, num_experts=experts, block_rows=8)
     assert isinstance(packed, PackedRoutes)
     for past in (0, 1):

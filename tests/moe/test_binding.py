@@ -131,7 +131,7 @@ def test_tokens_without_an_expert_are_exact_zeros(layer: Layer, nobody: int) -> 
     assert bits(run(layer, routes)) == bytes(9 * 200 * 4)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 65504.0])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_token_that_overflows_spoils_no_other(layer: Layer, value: float) -> None:
     routes = make_routes(layer, 9, 3)
     clean = run(layer, routes)

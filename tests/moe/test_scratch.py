@@ -74,11 +74,11 @@ def test_a_plan_states_the_sum_of_what_its_path_needs(law: object) -> None:
     plan = make_plan(layer, tokens=7, top_k=3)
     routes, hidden, width = 21, 256, 384
     branches = 2 if law.gated else 1
-    expected = routes * (8 + 8 + 4 + 2 * hidden + branches * 4 * width + 2 * width + 4 * hidden)
+    expected = routes * (8 + 8 + 4 + 4 + 2 * hidden + branches * 4 * width + 2 * width + 4 * hidden)
     (variant,) = plan.variants
     assert sum(buffer.nbytes for buffer in variant.scratch) == expected
     assert plan.required_nbytes() == expected + sum(-buffer.nbytes % ALIGNMENT for buffer in variant.scratch)
-    assert variant.scratch == op_by_op_scratch(plan.weights, routes)
+    assert variant.scratch == op_by_op_scratch(plan.weights, 7, 3)
 
 
 def test_places_follow_each_other_on_boundaries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -105,12 +106,36 @@ def test_scales_of_any_size_that_float16_holds_keep_their_precision(size: float)
     assert distance(run(changed, routes), truth(changed, routes)) <= 1e-3
 
 
-def test_tiny_and_large_inputs_keep_their_precision_within_float16() -> None:
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+@pytest.mark.parametrize("power", [-40, -20, -4, 5, 20, 40])
+def test_inputs_of_any_size_that_float32_holds_keep_their_precision(law: Activation, power: int) -> None:
+    if power > 0 and (law.kind == "situ" or not math.isinf(law.limit)):
+        pytest.skip("a law with bounds turns the rounding of large branches into absolute errors near its bends")
+    layer = make_layer(experts=2, activation=law, biased=law.gated, hidden=200)
+    routes = make_routes(layer, 5, 2, dtype=torch.float32)
+    routes.x.mul_(2.0**power)
+    assert distance(run(layer, routes), truth(layer, routes)) <= 1e-3
+
+
+def test_a_row_of_another_size_changes_no_other_row() -> None:
+    layer = make_layer(experts=2)
+    routes = make_routes(layer, 6, 2, dtype=torch.float32)
+    plain = run(layer, routes)
+    routes.x[3] *= 2.0**-30
+    routes.x[4] *= 2.0**30
+    found = run(layer, routes)
+    others = [0, 1, 2, 5]
+    assert bits(found[others]) == bits(plain[others])
+    assert bits(found[3:5]) != bits(plain[3:5])
+
+
+def test_a_power_of_two_in_x_is_one_in_a_law_without_bias_and_gate() -> None:
+    """relu2 squares, so that x of half the size gives a quarter, to the last bit."""
     layer = make_layer(experts=2, activation=LAWS[5])
-    for size in (2.0**-4, 2.0**5):
-        routes = make_routes(layer, 5, 2, dtype=torch.float32)
-        routes.x.mul_(size)
-        assert distance(run(layer, routes), truth(layer, routes)) <= 1e-3, size
+    routes = make_routes(layer, 5, 2, dtype=torch.float32)
+    plain = run(layer, routes)
+    half = Routes(routes.x * 0.5, routes.ids, routes.weights)
+    assert bits(run(layer, half)) == bits(plain * 0.25)
 
 
 def test_banks_hold_each_projection_of_each_expert() -> None:

@@ -32,6 +32,7 @@ class OpLayer:
         activation: the law.
         x_dtype: of x.
         out_dtype: of the result.
+        hidden_block: channels of the Hadamard blocks of an intermediate Hadamard over the hidden axis; None without.
     """
 
     arch: str
@@ -41,6 +42,7 @@ class OpLayer:
     activation: Activation
     x_dtype: str
     out_dtype: str
+    hidden_block: int | None = None
 
 
 def layer_keys(kernels: MoeSmallKey | PrefillPlan) -> tuple[KernelKey, ...]:
@@ -63,21 +65,26 @@ def _decode(layer: OpLayer) -> tuple[KernelKey, ...]:
     return tuple(DecodeKey(layer.arch, layer.codebook, half_bits, "float16") for half_bits in layer.half_bits)
 
 
-def _rotate(layer: OpLayer, side: str, in_dtype: str, out_dtype: str, *, narrow: bool) -> tuple[KernelKey, ...]:
+def _rotate(
+    layer: OpLayer, side: str, in_dtype: str, out_dtype: str, *, narrow: bool, block: int = HADAMARD_BLOCK
+) -> tuple[KernelKey, ...]:
     """Kernels for few and for many rows; a caller's tensor may also lie where lanes cannot read 16 bytes at once."""
-    shapes = [(True, 1), (True, 4), *([(False, 1)] if narrow else [])]
-    return tuple(RotateKey(layer.arch, side, HADAMARD_BLOCK, in_dtype, out_dtype, wide, rows) for wide, rows in shapes)
+    shapes = [(True, 1), *([(True, 4)] if block == HADAMARD_BLOCK else []), *([(False, 1)] if narrow else [])]
+    return tuple(RotateKey(layer.arch, side, block, in_dtype, out_dtype, wide, rows) for wide, rows in shapes)
 
 
 def _rotate_input(layer: OpLayer) -> tuple[KernelKey, ...]:
-    return (
-        *_rotate(layer, "input", layer.x_dtype, "float16", narrow=True),
-        *_rotate(layer, "input", "float32", "float16", narrow=False),
-    )
+    between = _rotate(layer, "input", "float32", "float32", narrow=False)
+    if layer.hidden_block is None:
+        return (*_rotate(layer, "input", layer.x_dtype, "float32", narrow=True), *between)
+    return (*_rotate(layer, "input", layer.x_dtype, "float32", narrow=True, block=layer.hidden_block), *between)
 
 
 def _rotate_output(layer: OpLayer) -> tuple[KernelKey, ...]:
-    return _rotate(layer, "output", "float32", "float32", narrow=False)
+    between = _rotate(layer, "output", "float32", "float32", narrow=False)
+    if layer.hidden_block is None:
+        return between
+    return (*between, *_rotate(layer, "output", "float32", layer.out_dtype, narrow=False, block=layer.hidden_block))
 
 
 def _activate(layer: OpLayer) -> tuple[KernelKey, ...]:
@@ -93,7 +100,8 @@ def _pack_routes(layer: OpLayer) -> tuple[KernelKey, ...]:
 
 
 def _reduce_routes(layer: OpLayer) -> tuple[KernelKey, ...]:
-    return tuple(ReduceKey(layer.arch, "ordered", "float32", layer.out_dtype, wide) for wide in _BOTH)
+    out_dtype = layer.out_dtype if layer.hidden_block is None else "float32"  # which is rotated after the sum
+    return tuple(ReduceKey(layer.arch, "ordered", "float32", out_dtype, wide) for wide in _BOTH)
 
 
 _KEYS: dict[str, Callable[[OpLayer], tuple[KernelKey, ...]]] = {

@@ -141,7 +141,8 @@ def rotate_input(
         tables: `[rows_out] int32 or int64`, scale row of each output row; None is row 0.  An index outside the table
             gives a row of zeros.  A table of one row serves every index that is not negative.
         block: channels of a Hadamard block, 128 or 512.
-        out: `[rows_out, channels]`, float16 or float32, written whole.
+        out: `[rows_out, channels]`, float16 or float32, written whole; may be `x` where `rows` is None and both are
+            float32.
         backend: see `decode`.
 
     Returns:
@@ -233,7 +234,8 @@ def pack_routes(
         topk_ids: `[tokens, top_k] int32 or int64`; an id outside [0, experts) is no expert and its route is dropped.
         num_experts: experts that the rank holds.
         block_rows: rows of a block, one of `BLOCK_ROWS`.
-        expert_map: `[global experts] int32`, local expert of each global id, -1 for none; None is the identity.
+        expert_map: `[global experts] int32 or int64`, local expert of each global id, -1 for none; None is the
+            identity.
         stable: whether routes of an expert ascend; otherwise their order may differ between runs.
         out: an arena to write, of at least `route_capacity` slots for these routes; None makes one of just so many.
         backend: see `decode`.

@@ -46,12 +46,9 @@ def check_support(source: TrellisSource, activation: ActivationSpec) -> None:
     Raises:
         MoeUnsupportedError: if none does; states the rule, and shows the codebook's row of the table.
     """
-    if source.expert_transform is not None:
-        fact = f"experts under {source.expert_transform} are prepared and not run; supported: without one"
-    elif activation.arithmetic == "bytes" and source.codebook != Mul1.name:
-        fact = f"arithmetic bytes needs codebook {Mul1.name}, got {source.codebook}; exact is legal for every codebook"
-    else:
+    if activation.arithmetic != "bytes" or source.codebook == Mul1.name:
         return
+    fact = f"arithmetic bytes needs codebook {Mul1.name}, got {source.codebook}; exact is legal for every codebook"
     raise MoeUnsupportedError(f"{fact} ({support_row(source.codebook)})")
 
 

@@ -2,6 +2,8 @@
 
 map ids -> rotate x into each projection's basis -> gate, up GEMMs -> rotate out, activate, rotate in -> down GEMM
 -> rotate out -> weighted sum of each token's routes
+
+Rotated rows are float32 first and go to float16 by a power of two each, which is taken back after the GEMM.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from trellis_kernels import (
     rotate_input,
     rotate_output,
 )
+from trellis_moe.paths.operands import fit_rows, unscale_rows
 from trellis_moe.plan import ExecutionPlan
 from trellis_moe.scratch import carve
 from trellis_moe.variants import Variant
@@ -76,26 +79,35 @@ class OpByOp:
             block_rows=variant.block_rows,
             backend=variant.backend("pack_routes"),
         )
-        projections = experts.source.geometry.projections
-        steps = len(projections) + 1
-        for index, projection in enumerate(projections[:-1]):
-            self._first_gemm(x, index, projection, view, packed)
-            progress(index + 1, steps)
+        steps = len(experts.source.geometry.projections) + 1
+        self._branches(x, view, packed, lambda done: progress(done, steps))
         up = view["up"]
         activate(
             view.get("gate"), up, activation=plan.activation.nonlinearity, out=up, backend=variant.backend("activate")
         )
         self._second_gemm(view, packed)
-        progress(len(projections), steps)
-        reduce_routes(
-            view["route_output"],
-            view["route_weights"].view(tokens, top_k),
-            factor=experts.source.up_divisor,
-            out=out,
-            backend=variant.backend("reduce_routes"),
-        )
+        progress(steps - 1, steps)
+        self._sum(view, tokens, out)
         progress(steps, steps)
         return out
+
+    def _branches(
+        self, x: torch.Tensor, view: dict[str, torch.Tensor], packed: PackedRoutes, tell: Callable[[int], None]
+    ) -> None:
+        """Gate and up of every route, as the activation takes them."""
+        for index, projection in enumerate(self._experts.source.geometry.projections[:-1]):
+            self._first_gemm(x, index, projection, view, packed)
+            tell(index + 1)
+
+    def _sum(self, view: dict[str, torch.Tensor], tokens: int, out: torch.Tensor) -> None:
+        """Each token's weighted routes."""
+        reduce_routes(
+            view["route_output"],
+            view["route_weights"].view(tokens, -1),
+            factor=self._experts.source.up_divisor,
+            out=out,
+            backend=self._variant.backend("reduce_routes"),
+        )
 
     def _take_routes(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, view: dict[str, torch.Tensor]) -> None:
         """Local expert, token and weight of each route; -1 and 0 for a route that has no expert here."""
@@ -122,18 +134,21 @@ class OpByOp:
         experts, variant = self._experts, self._variant
         table = 0 if experts.source.joint_input_scales else index
         if index == 0 or not experts.source.joint_input_scales:
+            rotated = view["route_output"]
             rotate_input(
                 x,
                 experts.input_scales[:, table],
                 rows=view["tokens"],
                 tables=view["experts"],
-                out=view["rotated_input"],
+                out=rotated,
                 backend=variant.backend("rotate_input"),
             )
+            fit_rows(rotated, view["powers"], view["rotated_input"])
         branch = view[projection.value]
         grouped_gemm(
             view["rotated_input"], self._banks[index], packed, out=branch, backend=variant.backend("grouped_gemm")
         )
+        unscale_rows(branch, view["powers"])
         rotate_output(
             branch,
             experts.intermediate_scales[:, index],
@@ -150,13 +165,15 @@ class OpByOp:
             view["up"],
             experts.intermediate_scales[:, last],
             tables=view["experts"],
-            out=view["rotated_activation"],
+            out=view["up"],
             backend=variant.backend("rotate_input"),
         )
+        fit_rows(view["up"], view["powers"], view["rotated_activation"])
         output = view["route_output"]
         grouped_gemm(
             view["rotated_activation"], self._banks[last], packed, out=output, backend=variant.backend("grouped_gemm")
         )
+        unscale_rows(output, view["powers"])
         rotate_output(
             output,
             experts.output_scales,
