@@ -92,6 +92,6 @@ def test_plans_without_kernels_bind_at_any_time(layer: Layer, session: Session) 
 
 
 def test_something_else_than_a_plan_is_refused(layer: Layer, session: Session) -> None:
-    with pytest.raises(MoeTypeError, match="plan must be an ExecutionPlan, got WeightPlan"):
+    with pytest.raises(MoeTypeError, match="plan must be an ExecutionPlan or a ParallelPlan, got WeightPlan"):
         session.prepare([make_plan(layer).weights])  # type: ignore[list-item]
     assert not session.frozen

@@ -6,14 +6,21 @@ It must not know weights.  Kernels are the process's, so a session that froze th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from trellis_kernels import ColdKernelError
 from trellis_kernels.cute import compiler
+from trellis_kernels.cute.keys import KernelKey
+from trellis_moe.errors import MoeTypeError
 from trellis_moe.observe import LOG
-from trellis_moe.plan import ExecutionPlan
-from trellis_moe.specs import check_type
 
 __all__ = ["Session", "make_ready"]
+
+
+class _Plan(Protocol):
+    """An `ExecutionPlan`, or one of a rank among many."""
+
+    def compile_keys(self) -> tuple[KernelKey, ...]: ...
 
 
 class Session:
@@ -35,7 +42,7 @@ class Session:
 
     def prepare(
         self,
-        plans: Iterable[ExecutionPlan],
+        plans: Iterable[_Plan],
         *,
         jobs: int | None = 1,
         progress: Callable[[int, int], None] | None = None,
@@ -45,7 +52,7 @@ class Session:
         May be called again for further plans.
 
         Args:
-            plans: what will be bound.
+            plans: what will be bound, each an `ExecutionPlan` or a `ParallelPlan`.
             jobs: processes that compile, None for one on each CPU; more than one needs the persistent cache.
             progress: called with (kernels done, kernels in all).
 
@@ -55,7 +62,8 @@ class Session:
         """
         plans = tuple(plans)
         for plan in plans:
-            check_type("plan", plan, ExecutionPlan)
+            if not callable(getattr(plan, "compile_keys", None)):
+                raise MoeTypeError(f"plan must be an ExecutionPlan or a ParallelPlan, got {type(plan).__name__}")
         keys = tuple(dict.fromkeys(key for plan in plans for key in plan.compile_keys()))
         LOG.info("%d kernels of %d plans are made ready", len(keys), len(plans))
         compiler.precompile(keys, jobs=jobs, progress=progress)
@@ -66,7 +74,7 @@ class Session:
         compiler.thaw()
 
 
-def make_ready(plan: ExecutionPlan) -> None:
+def make_ready(plan: _Plan) -> None:
     """Make every kernel of a plan ready, unless that is forbidden.
 
     Raises:
