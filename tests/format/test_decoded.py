@@ -97,3 +97,17 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     linear = described(tmp_path, tensors)
     with pytest.raises(FormatValueError, match="must be finite"):
         written(tmp_path, linear, original_basis=True)
+
+
+def test_a_bias_is_read_from_either_container(tmp_path: Path) -> None:
+    name = expert_name(0, 1, "down_proj")
+    tensors = dict(random_layer(np.random.default_rng(4), bias=np.float16))
+    wanted = tensors[f"{name}.bias"]
+    with closing(open_source(write_checkpoint(tmp_path / "exl3", tensors, config={}))) as source:
+        layer = StoredLinear.of_layer(*source.read_layer(0), 1, Projection.DOWN, name)
+    alone = {f"m.{key.rpartition('.')[2]}": value for key, value in tensors.items() if key.startswith(f"{name}.")}
+    for linear in (layer, StoredLinear.of_exl3(described(tmp_path, alone))):
+        assert linear.bias is not None
+        assert np.array_equal(linear.bias(), wanted)
+    del alone["m.bias"]
+    assert StoredLinear.of_exl3(described(tmp_path, alone)).bias is None

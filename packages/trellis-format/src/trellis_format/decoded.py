@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,7 @@ class StoredLinear:
         codes: `[k/16, n/16, 16*K] int16`.
         suh: gives the input scale, `[k] float16`.
         svh: gives the output scale, `[n] float16`.
+        bias: gives the bias after the output scale, `[n] float16`, or None where the linear has none.
         has_original_basis: whether undoing scales and rotations gives the model's own weight.
     """
 
@@ -53,13 +55,21 @@ class StoredLinear:
     codes: ArrayView
     suh: Callable[[], npt.NDArray[np.float16]]
     svh: Callable[[], npt.NDArray[np.float16]]
+    bias: Callable[[], npt.NDArray[np.float16]] | None = None
     has_original_basis: bool = True
 
     @classmethod
     def of_exl3(cls, linear: Exl3Linear) -> StoredLinear:
         """A linear of an EXL3 checkpoint; its codes stay in the file."""
-        read = (linear.read_input_scale, linear.read_output_scale)
-        return cls(linear.name, linear.codebook, linear.rate, linear.trellis, *read)
+        return cls(
+            linear.name,
+            linear.codebook,
+            linear.rate,
+            linear.trellis,
+            linear.read_input_scale,
+            linear.read_output_scale,
+            partial(_read_bias, linear) if "bias" in linear.tensors else None,
+        )
 
     @classmethod
     def of_layer(
@@ -78,8 +88,9 @@ class StoredLinear:
         vectors = LinearVectors(source, lambda: weights, expert, projection)
         codes = MemoryArray(read_linear(source, weights, expert, index))
         rate = source.rates.rate(expert, index)
+        bias = vectors.bias if projection in source.biased else None
         own_basis = source.expert_transform is None
-        return cls(name, get_codebook(source.codebook), rate, codes, vectors.suh, vectors.svh, own_basis)
+        return cls(name, get_codebook(source.codebook), rate, codes, vectors.suh, vectors.svh, bias, own_basis)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,6 +141,12 @@ def plan_decoded(
 
     name = f"{linear.name}.{'weight' if original_basis else 'inner'}"
     return PlannedTensor(name, _SAFETENSORS[dtype], linear.shape, chunks)
+
+
+def _read_bias(linear: Exl3Linear) -> npt.NDArray[np.float16]:
+    bias = linear.read_bias()
+    assert bias is not None  # only of a linear that has one
+    return bias
 
 
 def _cast(values: npt.NDArray[np.floating], dtype: DecodedDtype, linear: StoredLinear) -> npt.NDArray[np.floating]:

@@ -78,6 +78,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     from trellis_format.activations import ACTIVATIONS
     from trellis_format.version import version
+    from trellis_moe.commands.bench import add_parser as add_bench
+    from trellis_moe.commands.doctor import add_parser as add_doctor
+    from trellis_moe.commands.generate import add_parser as add_generate
 
     parser = _Parser(prog="trellis-moe", description="Mixture-of-experts layers from trellis-quantised checkpoints.")
     parser.add_argument("--version", action="version", version=f"trellis-moe {version()}")
@@ -103,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (one, show):
         command.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_bench(commands, _say)
+    add_doctor(commands)
+    add_generate(commands, _say)
     return parser
 
 
@@ -210,6 +216,12 @@ def _printable(text: str) -> str:
 
 def _warn(warning: str) -> None:
     _tell(f"warning: {warning}")
+
+
+def _say(line: str) -> None:
+    """A line of progress on stderr, where there is one."""
+    if sys.stderr is not None:
+        print(_printable(line), file=sys.stderr, flush=True)
 
 
 def _tell(message: str) -> None:

@@ -14,7 +14,7 @@ from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.ops import backend_for, implementation
 from trellis_kernels.routes import PackedRoutes
 
-__all__ = ["grouped_gemm"]
+__all__ = ["grouped_gemm", "split_exactly"]
 
 
 def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: torch.Tensor) -> torch.Tensor:
@@ -35,12 +35,16 @@ def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: 
         codes, rate = bank.tiles(expert)
         weight = decode(codes, codebook=bank.codebook, rate=rate, out=matrix).double()
         rows = routes.route_indices[offsets[expert] : offsets[expert] + count].long()
-        coarse, fine = _split(a[rows].double())
+        coarse, fine = split_exactly(a[rows].double())
         out[rows] = (coarse @ weight + fine @ weight).float()
     return out
 
 
-def _split(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two parts that add up to `a`: multiples of 2^-4, and what is left, multiples of 2^-24 up to 2^-5."""
+def split_exactly(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two parts that add up to `a`: multiples of 2^-4, and what is left, multiples of 2^-24 up to 2^-5.
+
+    Args:
+        a: float64 of float16 values, any shape.
+    """
     coarse = (a * 16.0).round() / 16.0
     return coarse, torch.where(coarse.isfinite(), a - coarse, 0.0)
