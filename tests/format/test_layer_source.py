@@ -59,6 +59,31 @@ def test_layers_and_paths_must_exist(tmp_path: Path, container: str) -> None:
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
+def test_a_named_activation_takes_what_is_stated_where_that_is_its_law_and_legal(
+    tmp_path: Path, container: str
+) -> None:
+    for number, (stated, name, law) in enumerate(
+        (
+            ({"swiglu_limit": 5.0}, "silu", Activation("silu", limit=5.0)),
+            ({"swiglu_limit": 5.0}, "situ", Activation("situ")),
+            ({"swiglu_limit": -1.0}, "silu", Activation("silu")),
+            ({"swiglu_limit": -1.0}, "swigluoai", Activation.named("swigluoai")),
+            ({"hidden_act": "mish"}, "silu", Activation("silu")),
+        )
+    ):
+        path = made(tmp_path / str(number), container)  # sound while it is converted
+        write_json(path / "config.json", CONFIG | stated)
+        if container == "exl3" or law.limit != 5.0:  # a manifest states silu without its limit
+            assert open_layer_source(path, 5, activation=name)[0].activation == law
+    write_json(path / "config.json", CONFIG | {"swiglu_limit": -1.0})
+    if container == "exl3":
+        with pytest.raises(FormatValueError, match=r"limit -1.0 must be above 0"):
+            open_layer_source(path, 5)
+    with pytest.raises(FormatValueError, match="unknown activation 'swish'"):
+        open_layer_source(path, 5, activation="swish")
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
 def test_an_activation_can_be_given_and_is_not_made_up(tmp_path: Path, container: str) -> None:
     path = made(tmp_path, container, config=CONFIG | {"hidden_act": "mish"})
     assert open_layer_source(path, 5)[0].activation is None
@@ -131,7 +156,7 @@ def test_an_extent_of_a_container(tmp_path: Path) -> None:
 def test_a_transform_is_described_by_halves(tmp_path: Path) -> None:
     content = random_content(experts=2, intermediate=512, transform=True)
     write_manifest(tmp_path, content.head, {3: write_content(tmp_path, content)})
-    with pytest.raises(FormatUnsupportedError, match=r"no kernel runs.*cut at slot 8"):
+    with pytest.raises(FormatUnsupportedError, match=r"input vectors of their own.*cut at slot 8"):
         open_layer_source(tmp_path, 3)
     half = TrellisExtent(global_intermediate_size=512, first_slot=8, slot_count=8)
     source, weights = open_layer_source(tmp_path, 3, extent=half)
@@ -146,7 +171,7 @@ def test_pairs_are_refused(tmp_path: Path) -> None:
         open_layer_source(tmp_path, 3)
 
 
-@pytest.mark.parametrize(("layer", "activation"), [(True, None), ("5", None), (5, "silu")])
+@pytest.mark.parametrize(("layer", "activation"), [(True, None), ("5", None), (5, 3)])
 def test_arguments_of_other_types(tmp_path: Path, layer: Any, activation: Any) -> None:
     with pytest.raises(FormatTypeError, match="must be an"):
         open_layer_source(made(tmp_path, "exl3"), layer, activation=activation)

@@ -7,6 +7,7 @@ What a container has no field for, the activation and the true widths of padded 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def open_layer_source(
     *,
     extent: TrellisExtent | None = None,
     pattern: str | None = None,
-    activation: Activation | None = None,
+    activation: Activation | str | None = None,
     ignore_index: bool = False,
     ignore_method: bool = False,
     verify: bool = True,
@@ -45,7 +46,9 @@ def open_layer_source(
         extent: the share of the intermediate axis of a container's layer (default: all of it); EXL3 linears are always
             described whole, since each is read in parts anyway.
         pattern: regular expression of expert names in EXL3 (default: that of `trellis_format.exl3.names`).
-        activation: the law between the GEMMs, instead of what a manifest or `config.json` states.
+        activation: the law between the GEMMs, instead of what a manifest or `config.json` states.  Of a name, the
+            constants are those that the checkpoint states for this law, where they are legal, else those of
+            `Activation.named`.
         ignore_index: do not compare EXL3 shards with the index.
         ignore_method: trust the tensors of EXL3 shards where a configuration states another `quant_method`.
         verify: whether to compare the digest of a container's layer file, which reads all of it once.
@@ -63,17 +66,19 @@ def open_layer_source(
     """
     if isinstance(layer, bool) or not isinstance(layer, int):
         raise FormatTypeError(f"layer must be an int, got {type(layer).__name__}")
-    if not isinstance(activation, Activation | None):
-        raise FormatTypeError(f"activation must be an Activation, got {type(activation).__name__}")
+    if not isinstance(activation, Activation | str | None):
+        raise FormatTypeError(f"activation must be an Activation or a name, got {type(activation).__name__}")
     container = container_of(path)
     if container == "exl3":
         if extent is not None:
             raise FormatValueError("an extent is given; EXL3 linears are described whole and cut when they are read")
         checkpoint = open_checkpoint(path, ignore_index=ignore_index)
         name = DEFAULT_PATTERN if pattern is None else pattern
-        return trellis_from_exl3(
-            find_layer(checkpoint, layer, pattern=name, ignore_method=ignore_method), activation=activation
-        )
+        if isinstance(activation, str):
+            config = parse_model_config(checkpoint.config, file=str(checkpoint.path / CONFIG_NAME))
+            activation = _named_law(activation, config.activation)
+        found = find_layer(checkpoint, layer, pattern=name, ignore_method=ignore_method, activation=activation)
+        return trellis_from_exl3(found, activation=activation)
     return _open_container(open_layer_files(path, container), layer, extent, activation, verify)
 
 
@@ -92,18 +97,31 @@ def stated_activation(path: str | os.PathLike[str]) -> str:
 
 
 def _open_container(
-    files: LayerFiles, layer: int, extent: TrellisExtent | None, activation: Activation | None, verify: bool
+    files: LayerFiles, layer: int, extent: TrellisExtent | None, activation: Activation | str | None, verify: bool
 ) -> tuple[TrellisSource, TrellisWeights]:
     if extent is None and files.transform is not None:
         raise FormatUnsupportedError(
-            f"layer {layer} was quantised under an {files.transform}, which no kernel runs; it can be described a half "
-            f"of its slots at a time, cut at slot {', '.join(map(str, files.barriers)) or 'num_slots / 2'}",
+            f"layer {layer} was quantised under an {files.transform}, whose halves have input vectors of their own; it "
+            "can be described a half of its slots at a time, cut at slot "
+            f"{', '.join(map(str, files.barriers)) or 'num_slots / 2'}",
             file=files.path,
         )
     config = _config(files.path)
+    if isinstance(activation, str):
+        activation = _named_law(activation, lambda: files.activation or config.activation())
     law = activation or files.activation or config.activation()
     source, weights = files.read(layer, extent, activation=law, verify=verify)
     return replace(source, geometry=_true_geometry(source, config)), weights
+
+
+def _named_law(name: str, stated: Callable[[], Activation | None]) -> Activation:
+    """The law of a name, with the constants of what is stated where that is the same law and legal."""
+    named = Activation.named(name)
+    try:
+        law = stated()
+    except FormatValueError:
+        return named  # what is stated breaks a rule, and is not what was asked for
+    return law if law is not None and law.kind == name else named
 
 
 def _config(directory: Path) -> ModelConfig:

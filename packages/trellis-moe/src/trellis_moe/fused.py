@@ -37,6 +37,7 @@ FUSED_NAMES: dict[type, str] = {MoeSmallKey: "moe_small", PrefillPlan: "prefill"
 _MOST_FEW_ROWS = 16.0  # routes of an average expert; beyond, the path of few tokens decodes a tile too often
 _MOST_BYTE_ROWS = 4.0  # likewise; a product of bytes takes 4 rows, and more of them cost more than exact products
 _MOST_TOP_K = 32  # routes of a token whose sum the path of few tokens writes out
+_MOST_ORDERED = 8  # tokens of a launch that adds in slot order though another order is allowed
 _MOST_GROUPS = 65535  # groups of one expert's routes that a launch of the path of few tokens covers
 
 
@@ -91,6 +92,8 @@ def choose_fused(declared: Declarations, tokens: int) -> Choice:
     for name, choose in _PATHS:
         if declared.weights.extent.width == 0:
             reason = "the share has no channels"
+        elif source.expert_transform is not None:
+            reason = "it takes no intermediate Hadamard"
         elif not fuses(source.codebook):
             reason = f"codebook {source.codebook} needs a table in shared memory"
         else:
@@ -106,6 +109,8 @@ def _few_tokens(declared: Declarations, tokens: int) -> tuple[MoeSmallKey, int] 
     """Kernels and tokens of a launch, or why there are none."""
     top_k, experts = declared.capacity.top_k, declared.experts
     rows = tokens * top_k / experts
+    if not declared.routing.deterministic_output and tokens > _MOST_ORDERED:
+        return f"it adds routes in slot order, and launches of more than {_MOST_ORDERED} tokens may do otherwise"
     if top_k > _MOST_TOP_K:
         return f"{top_k} routes of a token, at most {_MOST_TOP_K}"
     if rows > _MOST_FEW_ROWS:
@@ -175,6 +180,7 @@ def _many_tokens(declared: Declarations, tokens: int) -> tuple[PrefillPlan, int]
             out_dtype=activation.output_dtype,
             weight_dtype=declared.routing.weight_dtype,
             scratch_bound=None if bound is None else max(bound - BOUNDARY_BYTES, 1),
+            reduction="ordered" if declared.routing.deterministic_output else "atomic",
         )
     except (KernelError, ValueError) as error:
         return str(error)  # likewise

@@ -38,5 +38,6 @@ def _variant_keys(plan: ExecutionPlan, variant: Variant) -> tuple[KernelKey, ...
         activation=plan.activation.nonlinearity,
         x_dtype=plan.activation.io_dtype,
         out_dtype=plan.activation.output_dtype,
+        hidden_block=None if source.expert_transform is None else source.expert_transform.pre_block,
     )
     return op_layer_keys(layer, kernels)

@@ -58,6 +58,11 @@ class Variant:
         return getattr(self.fused, "arithmetic", "exact")
 
     @property
+    def reduction(self) -> str:
+        """How it adds a token's routes, `ordered` by slot or `atomic`, in the order of arrival."""
+        return getattr(self.fused, "reduction", "ordered")
+
+    @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold it: whether every op is a kernel."""
         return all(backend == "cute" for _, backend in self.backends)
@@ -119,7 +124,7 @@ def _variant(
         path=OP_BY_OP,
         block_rows=_block_rows(tokens * capacity.top_k, capacity.route_experts or weights.source.geometry.num_experts),
         backends=backends,
-        scratch=op_by_op_scratch(weights, tokens * capacity.top_k),
+        scratch=op_by_op_scratch(weights, tokens, capacity.top_k),
         rejected=choice.rejected,
     )
 
@@ -127,15 +132,15 @@ def _variant(
 def _op_by_op_tokens(weights: WeightPlan, capacity: ExecutionCapacity, tokens: int) -> int:
     """Most tokens, up to those asked for, whose buffers the bound allows."""
     bound = capacity.scratch_bound
-    if bound is None or total_bytes(op_by_op_scratch(weights, tokens * capacity.top_k)) <= bound:
+    if bound is None or total_bytes(op_by_op_scratch(weights, tokens, capacity.top_k)) <= bound:
         return tokens
     low, high = 0, tokens
     while high - low > 1:
         middle = (low + high) // 2
-        fits = total_bytes(op_by_op_scratch(weights, middle * capacity.top_k)) <= bound
+        fits = total_bytes(op_by_op_scratch(weights, middle, capacity.top_k)) <= bound
         low, high = (middle, high) if fits else (low, middle)
     if not low:
-        needed = total_bytes(op_by_op_scratch(weights, capacity.top_k))
+        needed = total_bytes(op_by_op_scratch(weights, 1, capacity.top_k))
         raise MoeValueError(
             f"a scratch bound of {bound} bytes is below the {needed} that one token of {capacity.top_k} routes needs"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -101,11 +101,9 @@ def open_layer(
         path,
         layer,
         pattern=pattern,
-        activation=activation if isinstance(activation, Activation) else None,
+        activation=activation,
         ignore_index=ignore_index,
     )
-    if isinstance(activation, str) and (source.activation is None or source.activation.kind != activation):
-        source = replace(source, activation=Activation.named(activation))
     _check_law(path, layer, source)
     return Layer(source, weights, time.perf_counter() - begin, _disagreements(path, layer, source.geometry))
 
@@ -192,7 +190,7 @@ def _plan(
 ) -> ExecutionPlan:
     """A run over all tokens, cut into launches whose scratch stays within its bound; one of a token at least."""
     top_k = topk_ids.shape[1]
-    bound = max(MAX_SCRATCH_BYTES, total_bytes(op_by_op_scratch(weights, top_k)))
+    bound = max(MAX_SCRATCH_BYTES, total_bytes(op_by_op_scratch(weights, 1, top_k)))
     return plan_execution(
         weights,
         activation=ActivationSpec(nonlinearity=activation, io_dtype=io_dtype_name(x.dtype)),
