@@ -37,11 +37,9 @@ class Cut:
 
 
 CUTS = (
-    Cut("tiny_4_mcg", (0,), 3),
-    Cut("tiny_4_3inst", (0,), 2),
     Cut("mixtral_3.3_mul1", (0,), 2),
     Cut("gptoss_3_mcg", (0,), 2),
-    Cut("dsv3_3_mcg", (1,), 4, also=r"model\.layers\.0\.mlp\.|model\.layers\.1\.mlp\.shared_experts\."),
+    Cut("dsv3_3_mcg", (1,), 3, also=r"model\.layers\.0\.mlp\.|model\.layers\.1\.mlp\.shared_experts\."),
 )
 ROUTER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.gate|mlp\.router|block_sparse_moe\.gate)\.\w+")
 EXPERT = re.compile(r"(model\.layers\.(\d+)\.\w+\.experts\.)(\d+)(\..+)")

@@ -88,7 +88,7 @@ def test_every_naming_goes_through_native(tmp_path: Path, naming: str) -> None:
 
 
 def test_a_container_goes_through_native_and_back(tmp_path: Path, data_set: Any) -> None:
-    source = data_set.checkpoints["tiny_4_mcg"]
+    source = data_set.checkpoints["dsv3_3_mcg"]
     run(source, tmp_path / "container", "exl3-v1")
     run(tmp_path / "container", tmp_path / "native", "native")
     run(tmp_path / "native", tmp_path / "again", "exl3-v1")
