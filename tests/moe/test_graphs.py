@@ -16,6 +16,7 @@ from trellis_moe import (
     MoeError,
     MoeTypeError,
     MoeValueError,
+    RoutingSpec,
     Session,
     bind,
     plan_execution,
@@ -156,3 +157,40 @@ def test_gpu_other_tensors_are_refused_before_a_launch(layer: Layer) -> None:
         with pytest.raises(kind, match=words):
             binding.run(**{**plain, name: tensor})
     assert (plain["out"] == -1.0).all()
+
+
+def test_gpu_routes_added_in_the_order_of_arrival_are_near_the_ordered_sum(layer: Layer) -> None:
+    law, routes = layer.source.activation, make_routes(layer, 300, 2, dtype=torch.bfloat16)
+    assert law is not None
+    found = {}
+    for ordered in (True, False):
+        plan = plan_execution(
+            plan_weights(layer.source),
+            activation=ActivationSpec(nonlinearity=law, io_dtype="bfloat16", output_dtype="bfloat16"),
+            capacity=ExecutionCapacity(max_tokens=300, top_k=2, token_counts=(8,)),
+            routing=RoutingSpec(deterministic_output=ordered),
+            device="cuda",
+        )
+        assert plan.reduction == ("ordered" if ordered else "atomic")
+        binding = bind(plan, prepare_weights(plan.weights, layer.weights, device="cuda"))
+        found[ordered] = launch(binding, routes).double()
+        few = routes.part(slice(0, 8))
+        assert bits(launch(binding, few)) == bits(launch(binding, few))
+    similarity = torch.nn.functional.cosine_similarity(found[False].flatten(), found[True].flatten(), dim=0)
+    assert similarity >= 0.99999
+    assert distance(found[False], truth(layer, routes)) <= 8e-3
+
+
+def test_gpu_the_reference_backend_runs_on_the_same_api(layer: Layer) -> None:
+    law, routes = layer.source.activation, make_routes(layer, 9, 2)
+    assert law is not None
+    plan = plan_execution(
+        plan_weights(layer.source),
+        activation=ActivationSpec(nonlinearity=law, io_dtype="float16"),
+        capacity=ExecutionCapacity(max_tokens=9, top_k=2),
+        device="cuda",
+        reference=True,
+    )
+    assert plan.compile_keys() == ()
+    binding = bind(plan, prepare_weights(plan.weights, layer.weights, device="cuda"))
+    assert distance(launch(binding, routes), truth(layer, routes)) <= 1e-3

@@ -358,15 +358,43 @@ def test_the_reference_backend_can_be_asked_for(layer: Layer, monkeypatch: pytes
     assert plan_execution(plan_weights(layer.source), **declarations(), device="cuda", limits=HOPPER) == plan
 
 
-def test_an_order_of_arrival_that_no_launch_has_is_refused_with_the_reasons(layer: Layer) -> None:
-    for limits, words in ((HOPPER, "up to 9 tokens takes moe_small"), (None, "takes op_by_op.*the device is a CPU")):
-        with pytest.raises(MoeValueError, match=f"deterministic_output=False: no launch can.*{words}"):
-            plan_execution(
-                plan_weights(layer.source),
-                **declarations(routing=RoutingSpec(deterministic_output=False)),
-                device="cuda" if limits else "cpu",
-                limits=limits,
-            )
+def arriving(layer: Layer, limits: DeviceLimits | None, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
+    """A plan that may add routes in the order of arrival."""
+    return plan_execution(
+        plan_weights(layer.source),
+        activation=ActivationSpec(nonlinearity=LAWS[0], io_dtype="bfloat16", output_dtype=dtype),
+        capacity=ExecutionCapacity(max_tokens=tokens, top_k=3, token_counts=(1, 8)),
+        routing=RoutingSpec(deterministic_output=False),
+        device="cuda" if limits else "cpu",
+        limits=limits,
+    )
+
+
+def test_routes_may_be_added_in_the_order_of_arrival_above_eight_tokens(layer: Layer) -> None:
+    for tokens in (9, 700):
+        plan = arriving(layer, HOPPER, tokens)
+        assert [variant.reduction for variant in plan.variants] == ["ordered", "ordered", "atomic"]
+        assert plan.reduction == "atomic"
+        assert "in the order of arrival, in launches that say atomic" in plan.explain()
+        assert "atomic sum" in plan.explain()
+        assert set(plan.compile_keys()) - set(counted(layer, max_tokens=tokens, token_counts=()).compile_keys())
+    assert make_plan(layer, device="cuda", limits=HOPPER).reduction == "ordered"
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "dtype", "words"),
+    [
+        (HOPPER, 8, "bfloat16", "up to 8 tokens takes moe_small"),
+        (HOPPER, 700, "float32", "takes op_by_op.*float32"),
+        (DeviceLimits("sm_80", 108), 700, "bfloat16", "takes op_by_op.*sm_90a"),
+        (None, 700, "bfloat16", "takes op_by_op.*the device is a CPU"),
+    ],
+)
+def test_an_order_of_arrival_that_no_launch_has_is_refused_with_the_reasons(
+    layer: Layer, limits: DeviceLimits | None, tokens: int, dtype: str, words: str
+) -> None:
+    with pytest.raises(MoeValueError, match=f"deterministic_output=False: no launch can.*{words}"):
+        arriving(layer, limits, tokens, dtype)
 
 
 def test_products_of_bytes_are_named_by_the_plan(layer: Layer) -> None:

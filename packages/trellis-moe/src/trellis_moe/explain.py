@@ -13,7 +13,7 @@ __all__ = ["explain"]
 
 _REDUCTIONS = {
     "ordered": "each token's routes in slot order (deterministic)",
-    "atomic": "routes in the order of arrival where a launch says atomic (not deterministic)",
+    "atomic": "routes in the order of arrival, in launches that say atomic (not deterministic)",
 }
 
 
@@ -57,7 +57,7 @@ def _launch(variant: Variant) -> list[str]:
     name = f"launch of up to {variant.tokens} tokens: {variant.path}, blocks of {variant.block_rows} rows"
     parts = ", ".join(f"{buffer.name} {buffer.nbytes}" for buffer in variant.scratch)
     lines = [
-        f"{name}, {variant.arithmetic} products, {ops}{capturable}",
+        f"{name}, {variant.arithmetic} products, {variant.reduction} sum, {ops}{capturable}",
         f"  scratch {variant.scratch_nbytes} bytes: {parts}",
     ]
     if variant.fused is not None:

@@ -121,7 +121,8 @@ def _few_tokens(declared: Declarations, tokens: int) -> tuple[MoeSmallKey, int] 
         if fitting is None:
             needed = _few_bytes(key, 1)
             return f"one token needs {needed} bytes of scratch, the bound is {declared.capacity.scratch_bound}"
-        if fitting < tokens:
+        if fitting < tokens:  # cut runs begin at whole groups of 8 tokens, so that every part of x is aligned
+            fitting = fitting // 8 * 8 or fitting
             key = _few_key(declared, fitting, fitting * top_k / experts)
     except (KernelError, ValueError) as error:
         return str(error)  # a layer outside what the kernels take runs otherwise

@@ -212,6 +212,7 @@ class VariantModel(_Model):
     path: str
     block_rows: int
     arithmetic: str
+    reduction: str
     backends: dict[str, str]
     kernels: str | None = Field(description="what the kernels of a fused path are made from, as it evaluates back")
     scratch_nbytes: int
@@ -226,6 +227,7 @@ class VariantModel(_Model):
             path=variant.path,
             block_rows=variant.block_rows,
             arithmetic=variant.arithmetic,
+            reduction=variant.reduction,
             backends=dict(variant.backends),
             kernels=None if variant.fused is None else repr(variant.fused),
             scratch_nbytes=variant.scratch_nbytes,
