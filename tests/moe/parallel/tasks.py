@@ -28,12 +28,16 @@ DIGESTS = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A grid and a reduction; the name is the case's.  Rows beyond `small_rows` bytes are shared out by tokens."""
+    """A grid and a reduction; the name is the case's.
+
+    Rows beyond `small_rows` bytes are shared out by tokens.  Tokens may be run backwards and turned round again.
+    """
 
     name: str
     expert_size: int = 1
     reduce: ReduceSpec = ReduceSpec()  # noqa: RUF009  # frozen
     small_rows: int = exchange.SMALL_ROWS_BYTES
+    backwards: bool = False
 
 
 def open_case_layer(where: tuple[Path, int] | None) -> Layer:
@@ -60,7 +64,9 @@ def run_cases(
     routes = routes_of(layer, tokens, dtype)
     found: DIGESTS = {}
     for case in cases:
-        found[case.name] = run_case(rank, world, layer, routes, case)
+        given = routes.part(torch.arange(tokens - 1, -1, -1)) if case.backwards else routes
+        y = run_case(rank, world, layer, given, case)
+        found[case.name] = y.flip(0) if case.backwards else y
     if rank == 0:
         found["whole"] = run_case(0, 1, layer, routes, Case("whole"))
     return found

@@ -26,7 +26,9 @@ def every_collective(rank: int, world: int) -> dict[str, Any]:
     ranks.reduce_scatter(part, mine.clone())
     joined = torch.full((2 * world,), float("nan"))
     ranks.all_gather(joined, part)
-    return {"sum": summed, "part": part, "joined": joined, "place": (ranks.rank, ranks.size)}
+    swapped = torch.full((2 * world,), float("nan"))
+    ranks.exchange(swapped, mine)
+    return {"swapped": swapped, "sum": summed, "part": part, "joined": joined, "place": (ranks.rank, ranks.size)}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -37,6 +39,8 @@ def test_sums_are_those_of_all_ranks(tmp_path: Path, world: int) -> None:
         assert torch.equal(found["sum"], wanted)
         assert torch.equal(found["part"], wanted[2 * rank : 2 * rank + 2])
         assert torch.equal(found["joined"], wanted)
+        own = [2.0 * rank + place + 100 * other for other in range(world) for place in range(2)]
+        assert torch.equal(found["swapped"], torch.tensor(own))
 
 
 def after_the_other_left(rank: int, world: int) -> str:

@@ -57,6 +57,20 @@ def test_buffers_are_those_of_what_crosses(layer: Layer) -> None:
     assert named(both) == {"partial": 4 * row, "own_rows": 3 * 3 * 256 * 4, "own_sums": 3 * 256 * 4}
 
 
+def test_more_than_two_ranks_have_buffers_to_add_in_order(layer: Layer) -> None:
+    three, row = tensor_grid(layer.source, 3), 256
+    assert named(plan_of(layer, three, tokens=7)) == {
+        "partial": 9 * row * 4, "parts": 9 * row * 4, "own_sums32": 3 * row * 4,
+        "own_results": 3 * row * 2, "results": 9 * row * 2,
+    }  # fmt: skip
+    scatter = plan_of(layer, three, tokens=6, reduce=ReduceSpec(collective="reduce_scatter", dtype="bfloat16"))
+    assert named(scatter) == {"partial": 6 * row * 2, "parts": 6 * row * 2, "own_sums32": 2 * row * 4}
+    assert named(plan_of(layer, three, tokens=7, reduce=ReduceSpec(order="any"))) == {"partial": 7 * row * 4}
+    assert plan_of(layer, expert_grid(layer.source, 3)).sums_in_order is False
+    assert plan_of(layer, expert_grid(layer.source, 2, 3)).sums_in_order
+    assert "are added one rank after the other" in plan_of(layer, three).explain()
+
+
 def test_bytes_are_launches_and_buffers(layer: Layer) -> None:
     plan = plan_of(layer, expert_grid(layer.source, 2))
     assert plan.own_nbytes == 5 * 4
@@ -118,7 +132,7 @@ def test_direct_reads_are_bounded_by_what_there_is(layer: Layer) -> None:
 def test_explain_says_what_crosses(layer: Layer) -> None:
     tensor = plan_of(layer, tensor_grid(layer.source, 2), 1, reduce=ReduceSpec(overlap_tokens=4)).explain()
     assert "rank 1 of 1 expert ranks x 2 tensor ranks: experts 0..5, channels 256..384 of 384" in tensor
-    assert "partial sums cross in float32, results in bfloat16, by all_reduce" in tensor
+    assert "partial sums cross in float32, are added by the process group, results in bfloat16, by all_reduce" in tensor
     assert "pieces of at most 4 tokens" in tensor
     assert "partial 6144" in tensor
     assert "added in slot order, the bits of one rank" in plan_of(layer, expert_grid(layer.source, 2)).explain()

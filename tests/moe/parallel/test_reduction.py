@@ -25,6 +25,7 @@ def test_every_declaration_evaluates_back(collective: str, experts: str) -> None
         ("collective", "gather", MoeValueError, "collective 'gather' is not one of all_reduce, reduce_scatter, none"),
         ("dtype", "float64", MoeValueError, "dtype 'float64' is not one of"),
         ("experts", "any", MoeValueError, "experts 'any' is not one of ordered, partial"),
+        ("order", "rank", MoeValueError, "order 'rank' is not one of ranks, any"),
         ("overlap_tokens", 0, MoeValueError, "overlap_tokens must be at least 1, got 0"),
         ("overlap_tokens", 2.0, MoeTypeError, "overlap_tokens must be an int, got float"),
         ("one_shot_bytes", -1, MoeValueError, "one_shot_bytes must be at least 0, got -1"),

@@ -75,6 +75,8 @@ def ways_to_share(request: Request, world: int) -> tuple[Way, ...]:
         Way("ep, experts on one rank", lone_experts, ReduceSpec(), exact=True),
         Way("ep by partial sums", expert, ReduceSpec(experts="partial")),
     ]
+    if world > 2:
+        ways.append(Way("tp in any order", tensor, ReduceSpec(order="any")))
     if world >= 4 and world % 2 == 0:
         grid = expert_grid(source, 2, world // 2)
         ways += [

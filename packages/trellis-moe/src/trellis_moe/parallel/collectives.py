@@ -95,6 +95,25 @@ class Ranks:
             out.zero_().tensor_split(self.size)[self.rank].copy_(tensor)  # gloo gathers no CUDA tensors
             dist.all_reduce(out.view(torch.uint8), group=self.group)
 
+    def exchange(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Give each rank its part of a tensor's first axis.
+
+        Args:
+            out: `[n, ...]`, contiguous: this rank's part of every rank's tensor, one rank after the other.
+            tensor: `[n, ...]`, contiguous, apart from `out`; n is a multiple of the ranks.
+
+        Raises:
+            MoeDistributedError: as `all_reduce`.
+        """
+        with self._told("all-to-all", tensor):
+            if not (self._is_gloo and tensor.is_cuda):
+                dist.all_to_all_single(out, tensor, group=self.group)
+                return
+            everyone = out.new_zeros((self.size, *tensor.shape))  # gloo exchanges no CUDA tensors
+            everyone[self.rank].copy_(tensor)
+            dist.all_reduce(everyone.view(torch.uint8), group=self.group)
+            out.copy_(torch.cat([each.tensor_split(self.size)[self.rank] for each in everyone]))
+
     def check_same(self, what: str, value: object) -> None:
         """Accept a value that all ranks have; ranks that disagree would wait for each other for ever.
 

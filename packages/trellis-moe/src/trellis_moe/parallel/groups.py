@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trellis_moe.errors import MoeValueError
 from trellis_moe.parallel.collectives import Ranks
+from trellis_moe.parallel.mapped import MappedRanks, map_memory
 from trellis_moe.parallel.one_shot import OneShot, open_one_shot
 from trellis_prep import RankGrid
 
@@ -35,6 +36,23 @@ class GridGroups:
     tensor: Ranks | None
     expert: Ranks | None
     _one_shots: dict[tuple[int, torch.device], OneShot | None] = field(default_factory=dict)
+    _mapped: dict[tuple[bool, int, torch.device], MappedRanks] = field(default_factory=dict)
+
+    def mapped(self, over: Ranks, nbytes: int, device: torch.device) -> MappedRanks:
+        """Memory that some of the ranks map, made once and shared by layers that run one after the other.
+
+        Args:
+            over: `world` or `tensor`.
+            nbytes: of each rank; the same on every one.
+            device: of this rank.
+
+        Raises:
+            MoeDistributedError: as `map_memory`.
+        """
+        place = (over is self.world, nbytes, device)
+        if place not in self._mapped:
+            self._mapped[place] = map_memory(over, nbytes, device)
+        return self._mapped[place]
 
     def one_shot(self, nbytes: int, device: torch.device) -> OneShot | None:
         """The all-reduce over all ranks by direct reads, opened once and shared by layers that run one after the other.

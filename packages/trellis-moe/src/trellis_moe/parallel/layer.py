@@ -12,13 +12,15 @@ import torch
 
 from trellis_moe.binding import bind
 from trellis_moe.errors import MoeTypeError, MoeValueError
-from trellis_moe.parallel.collectives import Pending
+from trellis_moe.parallel.collectives import Pending, Ranks
 from trellis_moe.parallel.exchange import RowExchange
 from trellis_moe.parallel.groups import GridGroups
+from trellis_moe.parallel.mapped import MappedRanks
 from trellis_moe.parallel.one_shot import OneShot
 from trellis_moe.parallel.plan import ParallelPlan
 from trellis_moe.parallel.rows import row_tokens
-from trellis_moe.scratch import carve
+from trellis_moe.parallel.sums import RankOrder
+from trellis_moe.scratch import carve, total_bytes
 from trellis_moe.session import make_ready
 from trellis_moe.specs import IO_DTYPES, check_type
 from trellis_prep import PreparedExperts
@@ -50,9 +52,21 @@ class ParallelLayer:
         self._binding = bind(plan.execution, experts, arena[:launches], expert_map=expert_map)
         self._one_shot: OneShot | None = None
         self._exchange: RowExchange | None = None
+        self._order: RankOrder | None = None
+        self._side: torch.cuda.Stream | None = None
         if groups is None:
             return
         groups.world.check_same("what is declared for the layer", plan.declared)
+        summed = groups.tensor if plan.splits_rows else groups.world
+        if plan.sums_in_order:
+            assert summed is not None  # the plan adds over more than two ranks
+            carriers: Ranks | MappedRanks = summed
+            if plan.mapped_buffers:
+                carriers = groups.mapped(summed, total_bytes(plan.mapped_buffers), experts.device)
+                self._buffers |= carve(carriers.memory, plan.mapped_buffers)
+            self._order = RankOrder(carriers, self._buffers, IO_DTYPES[plan.output_dtype])
+            if experts.device.type == "cuda":
+                self._side = torch.cuda.Stream(experts.device)  # type: ignore[no-untyped-call]  # untyped in torch
         self._one_shot = groups.one_shot(plan.one_shot_nbytes, experts.device)
         if plan.sums_rows:
             assert groups.expert is not None  # the grid splits experts
@@ -98,6 +112,8 @@ class ParallelLayer:
             target = self._target(tokens, out)
             self._one_shot.all_reduce(part, target)
             return out if target is out else out.copy_(target)
+        if self._order is not None:
+            return self._sum_in_order(self._order, x, topk_ids, topk_weights, out)
         return self._sum_parts(x, topk_ids, topk_weights, out)
 
     @property
@@ -127,6 +143,35 @@ class ParallelLayer:
             return self._scatter(target, out)
         return out if target is out else out.copy_(target)
 
+    def _sum_in_order(
+        self,
+        order: RankOrder,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add the ranks' partial sums one rank after the other, of one piece while the next one is computed."""
+        partial, size = self._buffers["partial"], self.plan.summed_ranks
+        if self.plan.reduce.collective == "reduce_scatter":
+            self._binding.run(x, topk_ids, topk_weights, out=partial[: x.shape[0]])
+            order.scatter(partial[: x.shape[0]], out)
+            return out
+        pieces = self._pieces(x.shape[0], size)
+        side = self._side if len(pieces) > 1 else None
+        for first, end in pieces:
+            piece, padded = slice(first, end), slice(first, first + -(-(end - first) // size) * size)
+            self._binding.run(x[piece], topk_ids[piece], topk_weights[piece], out=partial[piece])
+            if side is None:
+                order.add(partial[padded], out[piece])
+                continue
+            side.wait_stream(torch.cuda.current_stream(self.experts.device))
+            with torch.cuda.stream(side):
+                order.add(partial[padded], out[piece])
+        if side is not None:
+            torch.cuda.current_stream(self.experts.device).wait_stream(side)
+        return out
+
     def _scatter(self, target: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         assert self.groups is not None
         own = self._buffers["own_partial"][: out.shape[0]] if "own_partial" in self._buffers else out
@@ -143,17 +188,24 @@ class ParallelLayer:
             target.zero_()
         else:
             self._exchange.run(x, topk_ids, topk_weights, target)
-        if self.groups.tensor is not None:
+        if self._order is not None:
+            scatters = self.plan.reduce.collective == "reduce_scatter"
+            whole = self._buffers["results"][: x.shape[0]] if scatters else out
+            size = self.plan.summed_ranks
+            self._order.add(self._buffers["partial"][: -(-x.shape[0] // size) * size], whole)
+            target = whole
+        elif self.groups.tensor is not None:
             self.groups.tensor.all_reduce(target).wait()
         if self.plan.reduce.collective == "reduce_scatter":
             target = target.tensor_split(self.groups.world.size)[self.groups.rank]
         return out if target is out else out.copy_(target)
 
-    def _pieces(self, tokens: int) -> tuple[tuple[int, int], ...]:
-        """First and end of each piece, as even as can be."""
+    def _pieces(self, tokens: int, grain: int = 1) -> tuple[tuple[int, int], ...]:
+        """First and end of each piece, as even as multiples of the grain can be."""
         most = self.plan.reduce.overlap_tokens
         count = 1 if most is None or self.plan.reduce.collective != "all_reduce" else -(-tokens // most)
-        return tuple(pairwise(tokens * index // count for index in range(count + 1)))
+        cuts = sorted({min(-(-tokens * index // (count * grain)) * grain, tokens) for index in range(count + 1)})
+        return tuple(pairwise(cuts))
 
     def _check(self, x: torch.Tensor, out: torch.Tensor) -> int:
         check_type("x", x, torch.Tensor)

@@ -28,6 +28,7 @@ SMALL_ROWS_BYTES = 4 << 20
 
 The first is one collective and the second two, with half the bytes and the sum split over the ranks.
 """
+_MAPPED = ("parts", "results")
 _CHUNK = 8  # channels that a lane of the ordered sum stores at once
 
 
@@ -81,22 +82,65 @@ class ParallelPlan:
         """What the exchange takes beside the launches' scratch, in the arena after it."""
         if self.is_alone:
             return ()
-        tokens = self.execution.capacity.max_tokens
+        mapped = self.mapped_buffers
+        found = [*self._sum_buffers(), *self._row_buffers()]
+        return tuple(buffer for buffer in found if buffer.nbytes and buffer not in mapped)
+
+    @property
+    def summed_ranks(self) -> int:
+        """Ranks whose partial sums are added: all, or the tensor ranks where rows were added over the others."""
+        return self.grid.tensor_size if self.splits_rows else self.grid.world_size
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether partial sums are added one rank after the other by this package, not by the process group."""
+        least = 2 if self.reduce.transport == "copies" else 3  # two numbers have one sum
+        return not self.is_alone and self.reduce.order == "ranks" and self.summed_ranks >= least
+
+    @property
+    def mapped_buffers(self) -> tuple[ScratchBuffer, ...]:
+        """Those of the sum's buffers that peers write, in memory that the ranks map; shared by the layers of a grid."""
+        if self.reduce.transport != "copies":
+            return ()
+        return tuple(buffer for buffer in self._sum_buffers() if buffer.name in _MAPPED)
+
+    def _sum_buffers(self) -> list[ScratchBuffer]:
+        tokens, partial, output = self.execution.capacity.max_tokens, self.partial_dtype, self.output_dtype
         hidden = self.execution.weights.source.geometry.hidden_size
         scatters = self.reduce.collective == "reduce_scatter"
+        if self.is_alone:
+            return []
+        if self.sums_in_order:
+            own = -(-tokens // self.summed_ranks)
+            padded = own * self.summed_ranks
+            found = [
+                ScratchBuffer("partial", partial, (padded, hidden)),
+                ScratchBuffer("parts", partial, (padded, hidden)),
+                ScratchBuffer("own_sums32", "float32", (own, hidden)),
+            ]
+            if not scatters or self.splits_rows:
+                found.append(ScratchBuffer("own_results", output, (own, hidden)))
+                found.append(ScratchBuffer("results", output, (padded, hidden)))
+            return found
         found = []
-        if scatters or self.partial_dtype != self.output_dtype:
-            found.append(ScratchBuffer("partial", self.partial_dtype, (tokens, hidden)))
-        if scatters and self.partial_dtype != self.output_dtype:
+        if scatters or partial != output:
+            found.append(ScratchBuffer("partial", partial, (tokens, hidden)))
+        if scatters and partial != output and not self.splits_rows:
             own = -(-tokens // self.grid.world_size)
-            found.append(ScratchBuffer("own_partial", self.partial_dtype, (own, hidden)))
-        if self.sums_rows:
-            variants, size = self.execution.variants, self.grid.expert_size
-            nbytes = max(row_bytes(self.execution, variant) * (row_tokens(variant) // size) for variant in variants)
-            own = max(row_tokens(variant) for variant in variants) // size
-            found.append(ScratchBuffer("own_rows", "uint8", (nbytes,)))
-            found.append(ScratchBuffer("own_sums", self.partial_dtype, (own, hidden)))
-        return tuple(buffer for buffer in found if buffer.nbytes)
+            found.append(ScratchBuffer("own_partial", partial, (own, hidden)))
+        return found
+
+    def _row_buffers(self) -> list[ScratchBuffer]:
+        if not self.sums_rows:
+            return []
+        variants, size = self.execution.variants, self.grid.expert_size
+        hidden = self.execution.weights.source.geometry.hidden_size
+        nbytes = max(row_bytes(self.execution, variant) * (row_tokens(variant) // size) for variant in variants)
+        own = max(row_tokens(variant) for variant in variants) // size
+        return [
+            ScratchBuffer("own_rows", "uint8", (nbytes,)),
+            ScratchBuffer("own_sums", self.partial_dtype, (own, hidden)),
+        ]
 
     @property
     def one_shot_nbytes(self) -> int:
@@ -145,6 +189,9 @@ class ParallelPlan:
         lines = [held, self._explain_exchange()]
         if reduce.overlap_tokens is not None and not self.splits_rows:
             lines.append(f"pieces of at most {reduce.overlap_tokens} tokens; sums of one cross while the next one runs")
+        if self.mapped_buffers:
+            named = ", ".join(f"{buffer.name} {buffer.nbytes}" for buffer in self.mapped_buffers)
+            lines.append(f"mapped by all ranks {total_bytes(self.mapped_buffers)} bytes: {named}")
         if self.buffers:
             named = ", ".join(f"{buffer.name} {buffer.nbytes}" for buffer in self.buffers)
             lines.append(f"buffers of the exchange {total_bytes(self.buffers)} bytes: {named}")
@@ -153,9 +200,9 @@ class ParallelPlan:
     def _explain_exchange(self) -> str:
         if self.is_alone:
             return f"nothing is exchanged; results in {self.output_dtype}"
-        sums = (
-            f"partial sums cross in {self.partial_dtype}, results in {self.output_dtype}, by {self.reduce.collective}"
-        )
+        order = "one rank after the other" if self.sums_in_order else "by the process group"
+        result = f"results in {self.output_dtype}, by {self.reduce.collective}"
+        sums = f"partial sums cross in {self.partial_dtype}, are added {order}, {result}"
         if self.grid.expert_size == 1:
             return sums
         if not self.splits_rows:
@@ -193,12 +240,15 @@ def plan_parallel(
         limits: see `plan_execution`.
 
     Raises:
-        MoeValueError: if partial sums are to cross in a dtype that is neither float32 nor the result's, the routing
+        MoeValueError: if partial sums are to cross in a dtype that is neither float32 nor the result's, or by copies
+            between devices that are not CUDA's, the routing
             lets single launches add in any order where the ranks' rows are to be added in slot order, or as
             `plan_execution`.
     """
     reduce = ReduceSpec() if reduce is None else reduce
     routing = RoutingSpec() if routing is None else routing
+    if reduce.transport == "copies" and torch.device(device).type != "cuda":
+        raise MoeValueError(f"transport 'copies' needs a CUDA device, got {device}; legal there is 'group'")
     if reduce.dtype not in ("float32", activation.output_dtype):
         raise MoeValueError(
             f"partial sums cannot cross in {reduce.dtype}: legal are float32 and the result's {activation.output_dtype}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trellis_moe.errors import MoeTypeError, MoeValueError
 from trellis_moe.specs import IO_DTYPES
 
-__all__ = ["COLLECTIVES", "EXPERT_SUMS", "ReduceSpec"]
+__all__ = ["COLLECTIVES", "EXPERT_SUMS", "ORDERS", "TRANSPORTS", "ReduceSpec"]
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "none")
 """What a run leaves on a rank.
@@ -26,6 +26,19 @@ EXPERT_SUMS = ("ordered", "partial")
              experts, for top_k times the bytes
     partial  each rank's sum of its own routes: fewer bytes, and sums that depend on who holds what
 """
+ORDERS = ("ranks", "any")
+"""In which order partial sums are added.
+
+    ranks  one rank after the other, so that a token's bits do not depend on its place in the batch
+    any    as the process group does; above two ranks a ring's order follows the place in the message
+"""
+TRANSPORTS = ("group", "copies")
+"""What carries partial sums that are added in the order of ranks.
+
+    group   collectives of the process group
+    copies  copy engines, into memory that the ranks map: CUDA devices of one host; takes no multiprocessors from the
+            piece that is computed meanwhile, and adds in the order of ranks from two ranks on
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +50,8 @@ class ReduceSpec:
         dtype: in which partial sums cross and are added: `float32`, or the dtype of the result, which is half the
             bytes and rounds each rank's part first.  Rows of an ordered sum over experts cross as they are.
         experts: one of `EXPERT_SUMS`; says nothing where experts are not split.
+        order: one of `ORDERS`; says nothing up to two ranks, whose sum has one order.
+        transport: one of `TRANSPORTS`.
         overlap_tokens: tokens of a piece; while the sums of one piece cross, the next one is computed.  None is one
             piece.  Ordered sums over experts are not overlapped.
         one_shot_bytes: most bytes of partial sums for which each rank reads its peers' memory directly, on CUDA
@@ -44,18 +59,21 @@ class ReduceSpec:
 
     Raises:
         MoeTypeError: if a number is not an int.
-        MoeValueError: if a name is unknown or a number is out of range.
+        MoeValueError: if a name is unknown or a number is out of range, or copies are to add in any order.
     """
 
     collective: str = "all_reduce"
     dtype: str = "float32"
     experts: str = "ordered"
+    order: str = "ranks"
+    transport: str = "group"
     overlap_tokens: int | None = None
     one_shot_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("collective", COLLECTIVES), ("dtype", tuple(IO_DTYPES)), ("experts", EXPERT_SUMS),
+            ("collective", COLLECTIVES), ("dtype", tuple(IO_DTYPES)), ("experts", EXPERT_SUMS), ("order", ORDERS),
+            ("transport", TRANSPORTS),
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise MoeValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
@@ -67,3 +85,5 @@ class ReduceSpec:
                 raise MoeTypeError(f"{name} must be an int, got {type(value).__name__}")
             if value < least:
                 raise MoeValueError(f"{name} must be at least {least}, got {value}")
+        if self.transport == "copies" and self.order != "ranks":
+            raise MoeValueError(f"transport 'copies' adds in the order of ranks, got order {self.order!r}")
