@@ -82,13 +82,15 @@ def test_codebooks_of_tables_take_neither() -> None:
     assert all("lut_e4m3 needs a table" in reason for _, reason in found.rejected)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 7])
-def test_a_bound_of_scratch_shortens_a_launch_of_few_tokens(layer: Layer, tokens: int) -> None:
-    whole = choice(layer, tokens=tokens)
+@pytest.mark.parametrize(("fitting", "tokens"), [(1, 1), (3, 3), (7, 7), (8, 8), (9, 8), (19, 16)])
+def test_a_bound_of_scratch_shortens_a_launch_of_few_tokens(layer: Layer, fitting: int, tokens: int) -> None:
+    whole = choice(layer, tokens=20)
     assert isinstance(whole.fused, MoeSmallKey)
-    needed = total_bytes(fused_scratch(whole.fused, tokens))
-    assert choice(layer, tokens=8, bound=needed).tokens == tokens
-    assert choice(layer, tokens=8, bound=needed - 1).tokens == (tokens - 1 or 8)
+    needed = total_bytes(fused_scratch(whole.fused, fitting))
+    found = choice(layer, tokens=20, bound=needed)
+    assert found.tokens == tokens
+    assert isinstance(found.fused, MoeSmallKey)
+    assert total_bytes(fused_scratch(found.fused, found.tokens)) <= needed
 
 
 def test_a_bound_below_one_token_rejects_few_tokens_with_both_numbers(layer: Layer) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "launch_scratch",
     "layer_keys",
     "moe_small",
+    "moe_small_layer",
     "op_backends",
     "op_layer_keys",
     "plan_moe_small",
@@ -131,6 +132,16 @@ def prefill_layer(experts: PreparedExperts, *, plan: PrefillPlan, scratch: torch
     """A layer for many tokens, bound to its scratch; see `trellis_kernels.cute.prefill_layer.PrefillLayer`."""
     layer: LayerLaunch = importlib.import_module("trellis_kernels.cute.prefill_layer").PrefillLayer(
         experts, plan=plan, scratch=scratch
+    )
+    return layer
+
+
+def moe_small_layer(
+    experts: PreparedExperts, *, key: MoeSmallKey, max_tokens: int, scratch: torch.Tensor
+) -> LayerLaunch:
+    """A layer for few tokens, bound to its scratch; see `trellis_kernels.cute.moe_small.MoeSmall`."""
+    layer: LayerLaunch = importlib.import_module("trellis_kernels.cute.moe_small").MoeSmall(
+        experts, key=key, max_tokens=max_tokens, scratch=scratch
     )
     return layer
 

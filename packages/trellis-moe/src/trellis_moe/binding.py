@@ -10,23 +10,23 @@ from dataclasses import fields
 
 import torch
 
-from trellis_kernels.layers import MoeSmallKey
 from trellis_moe.errors import MoeTypeError, MoeValueError
 from trellis_moe.observe import LOG, profile_range
-from trellis_moe.paths.fused import FewTokens, ManyTokens
+from trellis_moe.paths.fused import FusedLaunch
 from trellis_moe.paths.op_by_op import OpByOp
 from trellis_moe.paths.transformed import Transformed
 from trellis_moe.plan import ExecutionPlan
+from trellis_moe.run_checks import RunRules
 from trellis_moe.scratch import check_arena
 from trellis_moe.session import make_ready
-from trellis_moe.specs import ID_DTYPES, IO_DTYPES, check_type
+from trellis_moe.specs import ID_DTYPES, check_type
 from trellis_moe.variants import Variant
 from trellis_prep import PreparedExperts
 
 __all__ = ["Binding", "bind"]
 
 Progress = Callable[[int, int], None]
-_Path = FewTokens | ManyTokens | OpByOp
+_Path = FusedLaunch | OpByOp
 
 
 class Binding:
@@ -56,21 +56,16 @@ class Binding:
         self._nvtx = nvtx
         check_arena(scratch, plan.required_nbytes())
         self._scratch = scratch[: plan.required_nbytes()]  # the rest is not ours
-        # kernels are compiled for the dtypes that the plan declares, the torch backend takes any
-        fused = any(variant.fused is not None for variant in plan.variants)
-        routing = plan.routing
-        self._id_dtypes = (ID_DTYPES[routing.id_dtype],) if fused else tuple(ID_DTYPES.values())
-        self._weight_dtypes = (IO_DTYPES[routing.weight_dtype],) if fused else tuple(IO_DTYPES.values())
+        self._rules = RunRules(plan, self._scratch)
+        self._empty = plan.weights.extent.width == 0
+        self._direct = plan.direct_token_capacity
         self._paths = {variant.tokens: self._path(variant) for variant in plan.variants}
 
     def _path(self, variant: Variant) -> _Path:
-        fused, arena = variant.fused, self._scratch
-        if fused is None:
-            path = OpByOp if self.experts.source.expert_transform is None else Transformed
-            return path(self.plan, variant, self.experts, arena, self.expert_map)
-        if isinstance(fused, MoeSmallKey):
-            return FewTokens(variant.tokens, fused, self.experts, arena, self.expert_map)
-        return ManyTokens(fused, self.experts, arena, self.expert_map)
+        if variant.fused is not None:
+            return FusedLaunch(variant, self.experts, self._scratch, self.expert_map)
+        path = OpByOp if self.experts.source.expert_transform is None else Transformed
+        return path(self.plan, variant, self.experts, self._scratch, self.expert_map)
 
     @torch.no_grad()  # scratch outlives the launch, so nothing may be recorded in it
     def run(
@@ -101,15 +96,14 @@ class Binding:
             MoeValueError: if a shape or stride is wrong, there are more tokens than planned, or a tensor lies in the
                 scratch or the output in an input; names both numbers.
         """
-        self._check(x, topk_ids, topk_weights, out)
-        if x.shape[0] == 0:
+        tokens = self._rules.check(x, topk_ids, topk_weights, out)
+        if tokens == 0:
             return out
-        if self.plan.weights.extent.width == 0:
+        if self._empty:
             return out.zero_()
-        tell = progress or (lambda _done, _total: None)
-        if x.shape[0] <= self.plan.direct_token_capacity:
-            return self._launch(self.plan.variant_for(x.shape[0]), x, topk_ids, topk_weights, out, tell)
-        tokens = x.shape[0]
+        tell = progress or _tell_nobody
+        if tokens <= self._direct:
+            return self._launch(self.plan.variant_for(tokens), x, topk_ids, topk_weights, out, tell)
         for first, count, variant in self.plan.cut(tokens):
             part = slice(first, first + count)
             share = _share(first, count, tokens, tell)
@@ -138,10 +132,10 @@ class Binding:
         Raises:
             MoeTypeError, MoeValueError: as `run`, or if the launch takes fewer tokens.
         """
-        self._check(x, topk_ids, topk_weights, out)
-        if x.shape[0] > variant.tokens:
-            raise MoeValueError(f"{x.shape[0]} tokens exceed the launch's {variant.tokens}")
-        return self._launch(variant, x, topk_ids, topk_weights, out, lambda _done, _total: None)
+        tokens = self._rules.check(x, topk_ids, topk_weights, out)
+        if tokens > variant.tokens:
+            raise MoeValueError(f"{tokens} tokens exceed the launch's {variant.tokens}")
+        return self._launch(variant, x, topk_ids, topk_weights, out, _tell_nobody)
 
     def _launch(
         self,
@@ -153,37 +147,11 @@ class Binding:
         progress: Progress,
     ) -> torch.Tensor:
         self.counters[variant.tokens] += 1
-        name = f"trellis {variant.path} {x.shape[0]} of {variant.tokens}"
-        with profile_range(name, wanted=self._nvtx, device=self.experts.device):
-            return self._paths[variant.tokens].run(x, topk_ids, topk_weights, out, progress)
-
-    def _check(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-        plan = self.plan
-        check_type("x", x, torch.Tensor)
-        hidden, tokens = plan.weights.source.geometry.hidden_size, x.shape[0] if x.ndim else 0
-        capacity = plan.capacity
-        expected: dict[str, tuple[torch.Tensor, tuple[torch.dtype, ...], list[int]]] = {
-            "x": (x, (IO_DTYPES[plan.activation.io_dtype],), [tokens, hidden]),
-            "topk_ids": (topk_ids, self._id_dtypes, [tokens, capacity.top_k]),
-            "topk_weights": (topk_weights, self._weight_dtypes, [tokens, capacity.top_k]),
-            "out": (out, (IO_DTYPES[plan.activation.output_dtype],), [tokens, hidden]),
-        }
-        for name, (tensor, dtypes, shape) in expected.items():
-            check_type(name, tensor, torch.Tensor)
-            if tensor.dtype not in dtypes:
-                raise MoeTypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-            if tensor.device != self.experts.device:
-                raise MoeTypeError(f"{name} must be on {self.experts.device}, got {tensor.device}")
-            if list(tensor.shape) != shape:
-                raise MoeValueError(f"{name} must be {shape}, got {list(tensor.shape)}")
-            if not tensor.is_contiguous():
-                raise MoeValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-        if tokens > capacity.max_tokens:
-            raise MoeValueError(f"{tokens} tokens exceed the plan's {capacity.max_tokens}")
-        for name, (tensor, _, _) in expected.items():
-            _check_apart(name, tensor, "scratch", self._scratch)
-            if name != "out":
-                _check_apart("out", out, name, tensor)
+        path = self._paths[variant.tokens]
+        if not self._nvtx:
+            return path.run(x, topk_ids, topk_weights, out, progress)
+        with profile_range(f"trellis {variant.path} {x.shape[0]} of {variant.tokens}", self.experts.device):
+            return path.run(x, topk_ids, topk_weights, out, progress)
 
 
 def bind(
@@ -250,6 +218,10 @@ def _check_map(plan: ExecutionPlan, experts: PreparedExperts, expert_map: torch.
         raise MoeValueError(f"expert_map has {expert_map.numel()} experts, the plan's ids are of {known}")
 
 
+def _tell_nobody(_done: int, _total: int) -> None:
+    """The progress of a run that nobody watches."""
+
+
 def _share(first: int, count: int, tokens: int, tell: Progress) -> Progress:
     """Progress of one launch as progress over all tokens."""
     return lambda done, total: tell(first * total + count * done, tokens * total)
@@ -260,17 +232,3 @@ def _difference(experts: PreparedExperts, plan: ExecutionPlan) -> str:
     names = (field.name for field in fields(experts.source))
     pairs = ((name, getattr(experts.source, name), getattr(plan.weights.source, name)) for name in names)
     return next(f"{name} {mine!r} against {planned!r}" for name, mine, planned in pairs if mine != planned)
-
-
-def _check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    first, second = _span(tensor), _span(other)
-    if first[0] < second[1] and second[0] < first[1]:
-        raise MoeValueError(
-            f"{name} at bytes {first[0]}..{first[1]} overlaps {other_name} at {second[0]}..{second[1]}; a launch needs "
-            "them apart"
-        )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of a contiguous tensor: first byte, and the one past the last."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

@@ -19,15 +19,14 @@ LOG = logging.getLogger("trellis_moe")
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def profile_range(name: str, *, wanted: bool, device: torch.device) -> AbstractContextManager[None]:
-    """A range that NVTX profilers show, where it is wanted and the device is a GPU; else nothing.
+def profile_range(name: str, device: torch.device) -> AbstractContextManager[None]:
+    """A range that NVTX profilers show, where the device is a GPU; else nothing.
 
     Args:
         name: of the range.
-        wanted: whether ranges were asked for.
         device: where the launch runs.
     """
-    if not wanted or device.type != "cuda":
+    if device.type != "cuda":
         return _NOTHING
     marked: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
     return marked
