@@ -104,13 +104,14 @@ def test_shares_alone_are_partial_sums(layer: Layer) -> None:
     spec = ActivationSpec(nonlinearity=layer.source.activation, io_dtype="float16")  # type: ignore[arg-type]  # is stated
     arguments = (routes.x, routes.ids, routes.weights)
     common = {"capacity": CAPACITY, "activation": spec, "device": "cpu"}
-    extents, ranges = even_extents(256, 2), (range(3), range(3, 4))
+    extents, ranges = even_extents(256, 2), ([2, 0, 1], range(3, 4))
     channels = [TrellisMoE(layer.source, layer.weights, extent=extent, **common) for extent in extents]
     experts = [TrellisMoE(layer.source, layer.weights, experts=ids, **common) for ids in ranges]
     for modules in (channels, experts):
         total = torch.stack([module(*arguments).double() for module in modules]).sum(0)
         assert distance(total, wanted) <= 1e-3
         assert all(distance(module(*arguments), wanted) > 0.1 for module in modules)
+    assert not TrellisMoE(layer.source, layer.weights, experts=[], **common)(*arguments).any()
 
 
 def test_layers_may_share_a_scratch(layer: Layer) -> None:

@@ -7,7 +7,7 @@ a CUDA graph holds all that it launches, collectives included.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,7 +26,8 @@ from trellis_moe.parallel.reduction import ReduceSpec
 from trellis_moe.parallel.share import LayerShare, layer_share, tensor_grid
 from trellis_moe.plan import ExecutionPlan, plan_weights
 from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec, io_dtype_name
-from trellis_prep import PreparedExperts, RankGrid, TrellisStaging, expert_map, select_experts
+from trellis_prep import PreparedExperts, RankGrid, TrellisStaging, select_experts
+from trellis_prep.expert_ranges import expert_map
 
 __all__ = ["TrellisMoE"]
 
@@ -53,7 +54,7 @@ class TrellisMoE(torch.nn.Module):
             share the intermediate axis evenly unless `extent` or `experts` say otherwise.  None exchanges nothing: the
             result is the sum over what this rank holds.
         extent: this rank's part of the intermediate axis.
-        experts: ids of this rank's experts.
+        experts: ids of this rank's experts, in the order of its storage; in a group, a range.
         reduce: `all_reduce`, `reduce_scatter` or `none`, or all of it as a `ReduceSpec`.
         staging: bounds of preparation.
         scratch: `[bytes] uint8` on the device, at least `plan.required_nbytes()`, which layers that run one after the
@@ -77,7 +78,7 @@ class TrellisMoE(torch.nn.Module):
         device: torch.device | str,
         group: GridGroups | dist.ProcessGroup | None = None,
         extent: TrellisExtent | None = None,
-        experts: range | None = None,
+        experts: Sequence[int] | None = None,
         reduce: ReduceSpec | str = "all_reduce",
         staging: TrellisStaging | None = None,
         scratch: torch.Tensor | Callable[[int], torch.Tensor] | None = None,
@@ -226,22 +227,22 @@ def _own_law(source: TrellisSource, dtype: torch.dtype) -> ActivationSpec:
 
 
 def _own_share(
-    source: TrellisSource, weights: TrellisWeights, extent: TrellisExtent | None, experts: range | None
+    source: TrellisSource, weights: TrellisWeights, extent: TrellisExtent | None, experts: Sequence[int] | None
 ) -> LayerShare:
     """The share of a rank whose peers, if any, are the caller's business."""
-    place = plan_weights(source, extent).extent
-    count = source.geometry.num_experts
-    if experts is None or experts == range(count):
+    place, count = plan_weights(source, extent).extent, source.geometry.num_experts
+    if experts is None or list(experts) == list(range(count)):
         return LayerShare(source, weights, place, None)
     table = torch.from_numpy(expert_map(count, experts))
-    return LayerShare(*select_experts(source, weights, experts), place, table)
+    chosen = experts if len(experts) else range(1)  # a stand-in, to which no route leads
+    return LayerShare(*select_experts(source, weights, chosen), place, table)
 
 
 def _groups(
     source: TrellisSource,
     group: GridGroups | dist.ProcessGroup | None,
     extent: TrellisExtent | None,
-    experts: range | None,
+    experts: Sequence[int] | None,
 ) -> GridGroups | None:
     if group is None:
         return None
@@ -253,11 +254,11 @@ def _groups(
         return group
     if extent is None and experts is None:
         return open_groups(tensor_grid(source, dist.get_world_size(group)), group)
-    mine = (
-        extent if extent is not None else TrellisExtent.whole(source.geometry.padded_intermediate_size),
-        experts if experts is not None else range(source.geometry.num_experts),
-    )
-    return open_groups(_joined_grid(mine, group), group)
+    ids = range(source.geometry.num_experts) if experts is None else experts
+    if not isinstance(ids, range):
+        raise MoeTypeError(f"experts of a group must be a range, got {type(ids).__name__}")
+    place = TrellisExtent.whole(source.geometry.padded_intermediate_size) if extent is None else extent
+    return open_groups(_joined_grid((place, ids), group), group)
 
 
 def _joined_grid(mine: tuple[TrellisExtent, range], group: dist.ProcessGroup) -> RankGrid:
