@@ -170,6 +170,7 @@ def make_plan(
     extent: TrellisExtent | None = None,
     device: torch.device | str = "cpu",
     limits: DeviceLimits | None = None,
+    reference: bool | None = None,
     **activation: Any,
 ) -> ExecutionPlan:
     """A plan of the layer's own law."""
@@ -180,6 +181,7 @@ def make_plan(
         capacity=ExecutionCapacity(max_tokens=tokens, top_k=top_k),
         device=device,
         limits=limits,
+        reference=reference,
     )
 
 

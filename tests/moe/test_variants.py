@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe.samples import LAWS, Layer, make_layer
 from trellis_kernels import OPS
 from trellis_kernels.layers import DeviceLimits, MoeSmallKey, PrefillPlan, launch_scratch
-from trellis_moe import ActivationSpec, ExecutionCapacity, RoutingSpec, Variant, plan_weights
+from trellis_moe import (
+    ActivationSpec,
+    ExecutionCapacity,
+    ExecutionPlan,
+    RoutingSpec,
+    Variant,
+    plan_execution,
+    plan_weights,
+)
 from trellis_moe.scratch import BOUNDARY_BYTES
 from trellis_moe.variants import OP_BY_OP, plan_variants
 
@@ -74,3 +84,36 @@ def test_limits_of_the_device_choose(layer: Layer) -> None:
     assert limits is not None
     assert limits.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
     assert variants(layer, limits, max_tokens=4)[0].path == "moe_small"
+
+
+@settings(max_examples=60)
+@given(
+    most=st.integers(1, 3000),
+    counts=st.lists(st.integers(1, 3000), max_size=4),
+    share=st.integers(1, 40),
+    tokens=st.integers(1, 3000),
+    limits=st.sampled_from([HOPPER, None]),
+)
+def test_any_counts_and_bound_give_launches_that_cover_every_run(
+    most: int, counts: list[int], share: int, tokens: int, limits: DeviceLimits | None
+) -> None:
+    source = make_layer(rates=("2",), hidden=128, intermediate=128).source
+    plain = {"max_tokens": most, "top_k": 2, "token_counts": [count for count in counts if count <= most]}
+    device = "cuda" if limits else "cpu"
+
+    def plan(bound: int | None) -> ExecutionPlan:
+        capacity = ExecutionCapacity(**plain, scratch_bound=bound)  # type: ignore[arg-type]
+        return plan_execution(plan_weights(source), activation=SPEC, capacity=capacity, device=device, limits=limits)
+
+    free = plan(None)
+    assert [variant.tokens for variant in free.variants] == sorted({*plain["token_counts"], most})  # type: ignore[misc]
+    bound = max(free.required_nbytes() // share, 1 << 22)
+    cut, run = plan(bound), min(tokens, most)
+    assert cut.required_nbytes() <= bound
+    assert 0 < cut.direct_token_capacity <= most
+    at = 0
+    for first, count, variant in cut.cut(run):
+        assert first == at
+        assert 0 < count <= variant.tokens
+        at += count
+    assert at == run

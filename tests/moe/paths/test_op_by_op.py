@@ -15,6 +15,8 @@ from moe.samples import (
     Routes,
     bits,
     distance,
+    launch,
+    make_binding,
     make_layer,
     make_plan,
     make_routes,
@@ -26,7 +28,15 @@ from trellis_format.activations import Activation
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.source import Projection
 from trellis_kernels import code_banks
-from trellis_moe import prepare_weights
+from trellis_moe import (
+    ActivationSpec,
+    ExecutionCapacity,
+    MoeUnsupportedError,
+    RoutingSpec,
+    plan_execution,
+    plan_weights,
+    prepare_weights,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RATES = [
@@ -157,3 +167,41 @@ def test_devices_agree() -> None:
     layer = make_layer(rates=("1", "2.5", "4", "8"), biased=True, hidden=200, intermediate=320)
     routes = make_routes(layer, 33, 3)
     assert distance(run(layer, routes, device="cuda"), run(layer, routes)) <= 1e-3
+
+
+@pytest.mark.gpu
+def test_a_graph_is_refused_with_the_ops_and_the_reasons() -> None:
+    layer = make_layer(rates=("3",))
+    plan = make_plan(layer, tokens=4, top_k=2, device="cuda", reference=True)
+    binding, routes = make_binding(layer, plan), make_routes(layer, 4, 2)
+    inputs = [tensor.cuda() for tensor in (routes.x, routes.ids, routes.weights)]
+    graph, out = torch.cuda.CUDAGraph(), torch.empty(4, 256, device="cuda")
+    refused = pytest.raises(MoeUnsupportedError, match=r"grouped_gemm.* run on the torch backend.*reference backend")
+    with refused, torch.cuda.graph(graph):
+        binding.run(*inputs, out=out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("geometry", [{"biased": True}, {"shared": True}, {"activation": LAWS[5]}], ids=str)
+def test_route_weights_may_belong_to_the_input(geometry: dict[str, Any], device: str) -> None:
+    layer = make_layer(up_divisor=128.0, **geometry)
+    routes = make_routes(layer, 9, 1)
+    routes.ids[0, 0] = 0
+    routes.ids[3], routes.weights[3] = -1, float("nan")
+    weights = torch.where(routes.ids >= 0, routes.weights, 0.0)
+    weighted = Routes(routes.x.float() * weights, routes.ids, torch.ones_like(weights))
+    law = layer.source.activation
+    assert law is not None
+    plan = plan_execution(
+        plan_weights(layer.source),
+        activation=ActivationSpec(nonlinearity=law, io_dtype="float16"),
+        capacity=ExecutionCapacity(max_tokens=9, top_k=1),
+        routing=RoutingSpec(apply_router_weight_on_input=True),
+        device=device,
+    )
+    assert plan.variants[0].path == "op_by_op"
+    assert "route weights multiply what experts take" in plan.explain()
+    found = launch(make_binding(layer, plan), routes)
+    assert distance(found, truth(layer, weighted)) <= 1e-3
+    assert bits(found[3]) == bytes(256 * 4)
+    assert distance(truth(layer, weighted), truth(layer, Routes(routes.x, routes.ids, weights))) > 0.01

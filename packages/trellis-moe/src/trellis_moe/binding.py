@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import torch
 
+from trellis_moe.arena_guard import guard_of
 from trellis_moe.errors import MoeTypeError, MoeValueError
 from trellis_moe.observe import LOG, profile_range
 from trellis_moe.paths.fused import FusedLaunch
@@ -57,6 +58,7 @@ class Binding:
         check_arena(scratch, plan.required_nbytes())
         self._scratch = scratch[: plan.required_nbytes()]  # the rest is not ours
         self._rules = RunRules(plan, self._scratch)
+        self._guard = guard_of(scratch)
         self._empty = plan.weights.extent.width == 0
         self._direct = plan.direct_token_capacity
         self._paths = {variant.tokens: self._path(variant) for variant in plan.variants}
@@ -93,8 +95,8 @@ class Binding:
 
         Raises:
             MoeTypeError: if a dtype or device is wrong.
-            MoeValueError: if a shape or stride is wrong, there are more tokens than planned, or a tensor lies in the
-                scratch or the output in an input; names both numbers.
+            MoeValueError: if a shape or stride is wrong, there are more tokens than planned, a tensor lies in the
+                scratch or the output in an input, or another run is being issued in the same scratch; names both.
         """
         tokens = self._rules.check(x, topk_ids, topk_weights, out)
         if tokens == 0:
@@ -148,10 +150,11 @@ class Binding:
     ) -> torch.Tensor:
         self.counters[variant.tokens] += 1
         path = self._paths[variant.tokens]
-        if not self._nvtx:
-            return path.run(x, topk_ids, topk_weights, out, progress)
-        with profile_range(f"trellis {variant.path} {x.shape[0]} of {variant.tokens}", self.experts.device):
-            return path.run(x, topk_ids, topk_weights, out, progress)
+        with self._guard:
+            if not self._nvtx:
+                return path.run(x, topk_ids, topk_weights, out, progress)
+            with profile_range(f"trellis {variant.path} {x.shape[0]} of {variant.tokens}", self.experts.device):
+                return path.run(x, topk_ids, topk_weights, out, progress)
 
 
 def bind(

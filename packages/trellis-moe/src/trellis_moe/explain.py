@@ -38,8 +38,10 @@ def explain(plan: ExecutionPlan) -> str:
         f"dtypes: {law.io_dtype} in, {law.rotation_dtype} operands, float32 sums, {law.output_dtype} out",
         f"arithmetic: {law.arithmetic}",
         f"reduction: {_REDUCTIONS[plan.reduction]}",
+        f"route weights multiply what experts {'take' if plan.routing.apply_router_weight_on_input else 'give'}",
         f"prepared {plan.weights.required_nbytes()} bytes",
         f"scratch {plan.required_nbytes()} bytes, shared by all launches; {bound}",
+        f"{len(plan.compile_keys())} kernels to compile",
     ]
     for variant in plan.variants:
         lines += _launch(variant)

@@ -1,4 +1,4 @@
-"""Owns the table of what is supported, made from the registries.  It must not list anything that a registry does not.
+"""Owns the table of what is supported, made from the registries and the planner.  It must not list anything of its own.
 
 python -m trellis_moe.support      prints the table that the README shows between its support-table marks
 """
@@ -6,38 +6,88 @@ python -m trellis_moe.support      prints the table that the README shows betwee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+from trellis_format.activations import Activation
 from trellis_format.codebooks import CODEBOOKS, EXL3_CODEBOOKS
 from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.container.manifest import CONTAINER_BITS
+from trellis_format.extent import TrellisExtent
+from trellis_format.rate_table import RateTable
 from trellis_format.rates import Rate
-from trellis_format.source import TrellisSource
+from trellis_format.source import CodeLayout, ExpertGeometry, TrellisSource
 from trellis_kernels.cute.archs import ARCHS
-from trellis_kernels.cute.prefill_key import GEMM_ARCH
-from trellis_kernels.layers import fuses
+from trellis_kernels.layers import DeviceLimits
 from trellis_moe.errors import MoeUnsupportedError
-from trellis_moe.specs import ActivationSpec
+from trellis_moe.fused import FUSED_NAMES, Declarations, choose_fused
+from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec
 
-__all__ = ["TESTED_ON", "check_support", "support_row", "support_table"]
+__all__ = ["LAUNCHES", "TESTED_ON", "check_support", "launch_path", "support_row", "support_table"]
 
 TESTED_ON = {"sm_90a": "NVIDIA H200"}
 """GPU on which the kernels of a compile target were run; the other targets are compiled and no more."""
+LAUNCHES = {"few": 1, "many": 4096}
+"""Tokens of the launches that the table tells apart."""
+_PATHS = dict.fromkeys(FUSED_NAMES.values(), "fused") | {"op_by_op": "op by op"}
+_FILES = ("EXL3", "exl3-v1", "native")
+_TESTED, _COMPILED, _ABSENT = "●", "○", "-"
 
-
-_HEADER = ("codebook", "K", "containers", "CPU", "GPU: decode", "GPU: few tokens", "GPU: many tokens")
+_BESIDES = (
+    "Experts under an intermediate Hadamard of blocks 512 and 128 run one op after the other, on a CPU or a GPU.",
+    "Refused when a file is described: two rates within a pair of planes, grouped rates, other Hadamard blocks.",
+)
 
 
 def support_table() -> str:
-    """The table as Markdown: a row for each codebook, then what the compile targets were tested on."""
-    rows = [_HEADER, tuple("---" for _ in _HEADER), *(_cells(name) for name in CODEBOOKS)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    targets = "; ".join(f"`{arch}` {_tested(arch)}" for arch in ARCHS)
-    return "\n".join([*lines, "", f"Compile targets: {targets}."])
+    """The tables as Markdown: which file may hold which K, then what a launch takes on each target, and the marks."""
+    files = [("K of", *_FILES), *((f"`{name}`", *_stored(name)) for name in CODEBOOKS)]
+    runs = [("codebook", "tokens", "CPU", *(f"`{arch}`" for arch in ARCHS))]
+    runs += [(f"`{name}`", launch, *_run(name, launch)) for name in CODEBOOKS for launch in LAUNCHES]
+    return "\n\n".join((_markdown(files), _markdown(runs), _legend()))
 
 
 def support_row(codebook: str) -> str:
-    """A codebook's row in one line, each cell behind its heading."""
-    return ", ".join(f"{heading} {cell}" for heading, cell in zip(_HEADER, _cells(codebook), strict=True))
+    """What the tables say of one codebook, in one line."""
+    stored = zip(_FILES, _stored(codebook), strict=True)
+    runs = (f"{launch} tokens {', '.join(_run(codebook, launch))}" for launch in LAUNCHES)
+    return ", ".join((f"`{codebook}`", *(f"{name} K {rates}" for name, rates in stored), *runs))
+
+
+@lru_cache
+def launch_path(codebook: str, half_bits: int, arch: str, tokens: int) -> str:
+    """The path of a launch of a plain layer: `moe_small`, `prefill` or `op_by_op`.
+
+    Args:
+        codebook: its name.
+        half_bits: 2K.
+        arch: a key of `ARCHS`.
+        tokens: of the launch.
+    """
+    from trellis_moe.plan import WeightPlan  # which reads this module's refusals
+
+    extent = TrellisExtent.whole(512)
+    source = TrellisSource(
+        codebook=codebook,
+        geometry=ExpertGeometry(
+            num_experts=8,
+            hidden_size=512,
+            intermediate_size=512,
+            padded_hidden_size=512,
+            padded_intermediate_size=512,
+        ),
+        rates=RateTable.uniform(Rate(half_bits)),
+        layout=CodeLayout.EXL3_LINEAR,
+        extent=extent,
+    )
+    declared = Declarations(
+        weights=WeightPlan(source=source, extent=extent),
+        activation=ActivationSpec(nonlinearity=Activation("silu"), io_dtype="bfloat16"),
+        routing=RoutingSpec(),
+        capacity=ExecutionCapacity(max_tokens=tokens, top_k=2),
+        limits=DeviceLimits(arch, 132),
+    )
+    chosen = choose_fused(declared, tokens).fused
+    return "op_by_op" if chosen is None else FUSED_NAMES[type(chosen)]
 
 
 def check_support(source: TrellisSource, activation: ActivationSpec) -> None:
@@ -52,22 +102,55 @@ def check_support(source: TrellisSource, activation: ActivationSpec) -> None:
     raise MoeUnsupportedError(f"{fact} ({support_row(source.codebook)})")
 
 
-def _cells(name: str) -> tuple[str, ...]:
-    holds = {"EXL3": name in EXL3_CODEBOOKS, "native": True, "exl3-v1": name in CONTAINER_BITS}
-    containers = ", ".join(container for container, held in holds.items() if held)
-    few, many = ("every target", GEMM_ARCH) if fuses(name) else ("-", "-")
-    return f"`{name}`", rates_text(CODEBOOKS[name].legal_rates), containers, "yes", "every target", few, many
-
-
 def rates_text(rates: Sequence[Rate]) -> str:
     """Rates as ranges of whole K, then the half rates."""
     whole = [rate.half_bits // 2 for rate in rates if not rate.is_half]
+    if not whole:
+        return ", ".join(map(str, rates))
     text = f"{whole[0]} to {whole[-1]}" if whole == list(range(whole[0], whole[-1] + 1)) else ", ".join(map(str, whole))
     return ", ".join([text, *(str(rate) for rate in rates if rate.is_half)])
 
 
-def _tested(arch: str) -> str:
-    return f"tested on {TESTED_ON[arch]}" if arch in TESTED_ON else "compiled"
+def _stored(codebook: str) -> tuple[str, ...]:
+    """K that each container may hold, in the order of `_FILES`."""
+    every = rates_text(CODEBOOKS[codebook].legal_rates)
+    return every if codebook in EXL3_CODEBOOKS else _ABSENT, _container_rates(codebook), every
+
+
+def _container_rates(codebook: str) -> str:
+    legal = CODEBOOKS[codebook].legal_rates
+    held = [rate for rate in legal if rate.bits in CONTAINER_BITS.get(codebook, ())]
+    return rates_text(held) if held else _ABSENT
+
+
+def _run(codebook: str, launch: str) -> tuple[str, ...]:
+    """What a launch takes on the CPU and on each target."""
+    return f"{_TESTED} {_PATHS['op_by_op']}", *(_cell(codebook, launch, arch) for arch in ARCHS)
+
+
+def _cell(codebook: str, launch: str, arch: str) -> str:
+    rates = CODEBOOKS[codebook].legal_rates
+    paths: dict[str, list[Rate]] = {}
+    for rate in rates:
+        path = _PATHS[launch_path(codebook, rate.half_bits, arch, LAUNCHES[launch])]
+        paths.setdefault(path, []).append(rate)
+    whole = len(paths) == 1
+    parts = (path if whole else f"{path} at K {rates_text(taken)}" for path, taken in paths.items())
+    return f"{_TESTED if arch in TESTED_ON else _COMPILED} {'; '.join(parts)}"
+
+
+def _legend() -> str:
+    gpus = ", ".join(f"`{arch}` on an {gpu}" for arch, gpu in TESTED_ON.items())
+    return (
+        f"{_TESTED} tested, {gpus}; {_COMPILED} compiled for that target, and not run on such a GPU. *fused*: few "
+        f"launches for a layer; *op by op*: one kernel after another, on a CPU in torch. *few* is {LAUNCHES['few']} "
+        f"token, *many* {LAUNCHES['many']}, of a layer of 8 experts; `plan.explain()` says it for any other."
+    )
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    marked = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in marked)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from trellis_kernels import (
     rotate_input,
     rotate_output,
 )
+from trellis_moe.errors import MoeUnsupportedError
 from trellis_moe.paths.operands import fit_rows, unscale_rows
 from trellis_moe.plan import ExecutionPlan
 from trellis_moe.scratch import carve
@@ -67,8 +68,13 @@ class OpByOp:
         out: torch.Tensor,
         progress: Progress,
     ) -> torch.Tensor:
-        """Launch; arguments as `Binding.run`, already checked, at least one token."""
+        """Launch; arguments as `Binding.run`, already checked, at least one token.
+
+        Raises:
+            MoeUnsupportedError: if the stream is being captured.
+        """
         plan, variant, experts = self._plan, self._variant, self._experts
+        self._check_capture()
         tokens, top_k = topk_ids.shape
         routes = tokens * top_k
         view = {name: buffer[:routes] for name, buffer in self._buffers.items()}
@@ -91,6 +97,17 @@ class OpByOp:
         progress(steps, steps)
         return out
 
+    def _check_capture(self) -> None:
+        """Refuse what a CUDA graph cannot hold, before CUDA does so with fewer words."""
+        if self._experts.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return
+        waiting = ", ".join(op for op, backend in self._variant.backends if backend == "cpu")
+        reasons = "; ".join(f"not {path}: {reason}" for path, reason in self._variant.rejected)
+        raise MoeUnsupportedError(
+            f"a CUDA graph cannot hold the launch of up to {self._variant.tokens} tokens: {waiting} run on the torch "
+            f"backend, which waits for the device ({reasons})"
+        )
+
     def _branches(
         self, x: torch.Tensor, view: dict[str, torch.Tensor], packed: PackedRoutes, tell: Callable[[int], None]
     ) -> None:
@@ -103,7 +120,7 @@ class OpByOp:
         """Each token's weighted routes."""
         reduce_routes(
             view["route_output"],
-            view["route_weights"].view(tokens, -1),
+            self._sum_weights(view, tokens),
             factor=self._experts.source.up_divisor,
             out=out,
             backend=self._variant.backend("reduce_routes"),
@@ -143,7 +160,7 @@ class OpByOp:
                 out=rotated,
                 backend=variant.backend("rotate_input"),
             )
-            fit_rows(rotated, view["powers"], view["rotated_input"])
+            self._fit_input(rotated, view)
         branch = view[projection.value]
         grouped_gemm(
             view["rotated_input"], self._banks[index], packed, out=branch, backend=variant.backend("grouped_gemm")
@@ -157,6 +174,18 @@ class OpByOp:
             out=branch,
             backend=variant.backend("rotate_output"),
         )
+
+    def _fit_input(self, rotated: torch.Tensor, view: dict[str, torch.Tensor]) -> None:
+        """Rotated rows to the operand of gate and up, by their route weights where those belong to the input."""
+        if self._plan.routing.apply_router_weight_on_input:
+            rotated.mul_(view["route_weights"][:, None])
+        fit_rows(rotated, view["powers"], view["rotated_input"])
+
+    def _sum_weights(self, view: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
+        """What multiplies the rows of a token's routes, `[tokens, top_k]`; 0 for a route without an expert here."""
+        if self._plan.routing.apply_router_weight_on_input:
+            view["route_weights"].copy_(view["experts"] >= 0)
+        return view["route_weights"].view(tokens, -1)
 
     def _second_gemm(self, view: dict[str, torch.Tensor], packed: PackedRoutes) -> None:
         experts, variant = self._experts, self._variant
