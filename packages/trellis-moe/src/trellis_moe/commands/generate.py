@@ -93,9 +93,10 @@ def _summary(report: dict[str, Any]) -> list[str]:
     seconds, rate = report["seconds"], report["tokens_per_second"]
     counts = f"{report['expert_layers']} layers of experts and {report['linears']} other linears"
     tokens = f"{len(report['prompt_ids'])} tokens in, {len(report['new_ids'])} out"
+    place = f"{report['model_type']} on {report['device']} in {report['dtype']}"
     speed = "" if rate is None else f", then {rate:.1f} tokens/s"
     return [
-        f"{report['model_type']} on {report['device']} in {report['dtype']}: {counts}, loaded in {seconds['load']:.1f} s",
+        f"{place}: {counts}, loaded in {seconds['load']:.1f} s",
         f"{tokens}: the first after {seconds['first_token']:.2f} s{speed}",
     ]
 
