@@ -30,6 +30,7 @@ def choice(
     limits: DeviceLimits = HOPPER,
     arithmetic: str = "exact",
     route_experts: int | None = None,
+    routing: RoutingSpec = RoutingSpec(),  # noqa: B008  # frozen
     **changes: object,
 ) -> Choice:
     law = layer.source.activation
@@ -38,7 +39,7 @@ def choice(
     declared = Declarations(
         replace(weights, **changes) if changes else weights,
         ActivationSpec(nonlinearity=law, io_dtype="bfloat16", arithmetic=arithmetic),
-        RoutingSpec(),
+        routing,
         ExecutionCapacity(max_tokens=tokens, top_k=top_k, scratch_bound=bound, route_experts=route_experts),
         limits,
     )
@@ -74,6 +75,12 @@ def test_a_target_without_wgmma_takes_few_tokens_alone(layer: Layer) -> None:
     many = choice(layer, tokens=10_000, limits=ampere)
     assert many.fused is None
     assert [path for path, _ in many.rejected] == ["moe_small", "prefill"]
+
+
+def test_route_weights_on_the_input_take_neither(layer: Layer) -> None:
+    found = choice(layer, routing=RoutingSpec(apply_router_weight_on_input=True))
+    assert found.fused is None
+    assert found.rejected[0] == ("moe_small", "it multiplies route weights into what experts give")
 
 
 def test_codebooks_of_tables_take_neither() -> None:

@@ -28,6 +28,7 @@ SPECS = [
     ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="bytes"),
     RoutingSpec(),
     RoutingSpec(deterministic_output=False),
+    RoutingSpec(apply_router_weight_on_input=True),
     ExecutionCapacity(max_tokens=1, top_k=64),
     ExecutionCapacity(max_tokens=9, top_k=2, token_counts=(1, 8), scratch_bound=1 << 20, route_experts=64),
     MoeGeometry(num_experts=8, hidden_size=256, intermediate_size=128),
@@ -70,10 +71,11 @@ def test_activation_refusals_name_both_values(
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
+@pytest.mark.parametrize("name", ["deterministic_output", "apply_router_weight_on_input"])
 @pytest.mark.parametrize("value", [0, None, "yes"])
-def test_the_reduction_is_a_yes_or_a_no(value: Any) -> None:
-    with pytest.raises(MoeTypeError, match=f"deterministic_output must be a bool, got {type(value).__name__}"):
-        RoutingSpec(deterministic_output=value)
+def test_policies_are_a_yes_or_a_no(name: str, value: Any) -> None:
+    with pytest.raises(MoeTypeError, match=f"{name} must be a bool, got {type(value).__name__}"):
+        RoutingSpec(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["num_experts", "hidden_size", "intermediate_size"])

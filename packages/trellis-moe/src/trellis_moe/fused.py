@@ -94,6 +94,8 @@ def choose_fused(declared: Declarations, tokens: int) -> Choice:
             reason = "the share has no channels"
         elif source.expert_transform is not None:
             reason = "it takes no intermediate Hadamard"
+        elif declared.routing.apply_router_weight_on_input:
+            reason = "it multiplies route weights into what experts give"
         elif not fuses(source.codebook):
             reason = f"codebook {source.codebook} needs a table in shared memory"
         else:

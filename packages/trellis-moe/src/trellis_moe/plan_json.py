@@ -154,6 +154,7 @@ class RoutingModel(_Model):
     """A `RoutingSpec`."""
 
     deterministic_output: bool
+    apply_router_weight_on_input: bool
     id_dtype: str
     weight_dtype: str
 

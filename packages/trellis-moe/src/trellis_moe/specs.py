@@ -142,20 +142,24 @@ class RoutingSpec:
     Args:
         deterministic_output: whether the same inputs must give the same bits, by adding each token's routes in slot
             order.  False lets a launch add them in the order of arrival, where that path can.
+        apply_router_weight_on_input: whether a route's weight multiplies what its expert takes, in place of what it
+            gives; paths that run one op after the other have it.
         id_dtype: of the route ids, `int32` or `int64`; kernels are compiled for it, the torch backend takes either.
         weight_dtype: of the route weights, a key of `IO_DTYPES`; likewise.
 
     Raises:
-        MoeTypeError: if the policy is not a bool.
+        MoeTypeError: if a policy is not a bool.
         MoeValueError: if a dtype is unknown.
     """
 
     deterministic_output: bool = True
+    apply_router_weight_on_input: bool = False
     id_dtype: str = "int64"
     weight_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_type("deterministic_output", self.deterministic_output, bool)
+        for name in ("deterministic_output", "apply_router_weight_on_input"):
+            check_type(name, getattr(self, name), bool)
         if self.id_dtype not in ID_DTYPES:
             raise MoeValueError(f"id_dtype {self.id_dtype!r} is not one of the names {', '.join(ID_DTYPES)}")
         if self.weight_dtype not in IO_DTYPES:

@@ -16,7 +16,7 @@ from trellis_format.extent import SLOT
 from trellis_format.source import Projection
 from trellis_kernels import PackedRoutes, grouped_gemm, reduce_routes, rotate_input, rotate_output
 from trellis_moe.paths.op_by_op import OpByOp
-from trellis_moe.paths.operands import fit_rows, unscale_rows
+from trellis_moe.paths.operands import unscale_rows
 from trellis_moe.plan import ExecutionPlan
 from trellis_moe.variants import Variant
 from trellis_prep import PreparedExperts
@@ -58,7 +58,7 @@ class Transformed(OpByOp):
         rotated = view["route_output"]
         vectors = experts.input_scales[:, 0]
         rotate_input(tokens, vectors, rows=view["tokens"], tables=tables, out=rotated, backend=backend)
-        fit_rows(rotated, view["powers"], view["rotated_input"])
+        self._fit_input(rotated, view)
         for index, projection in enumerate((Projection.GATE, Projection.UP)):
             stored = view[projection.value]
             grouped_gemm(
@@ -87,7 +87,7 @@ class Transformed(OpByOp):
         total = self._buffers["by_token"][:tokens]
         reduce_routes(
             view["route_output"],
-            view["route_weights"].view(tokens, -1),
+            self._sum_weights(view, tokens),
             factor=self._experts.source.up_divisor,
             out=total,
             backend=self._variant.backend("reduce_routes"),
