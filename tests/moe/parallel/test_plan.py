@@ -71,6 +71,21 @@ def test_more_than_two_ranks_have_buffers_to_add_in_order(layer: Layer) -> None:
     assert "are added one rank after the other" in plan_of(layer, three).explain()
 
 
+def test_copies_write_into_mapped_memory(layer: Layer) -> None:
+    two, row, copies = tensor_grid(layer.source, 2), 256, ReduceSpec(transport="copies")
+    plan = plan_of(layer, two, tokens=7, reduce=copies, device="cuda", limits=H200)
+    assert named(plan) == {"partial": 8 * row * 4, "own_sums32": 4 * row * 4, "own_results": 4 * row * 2}
+    assert [(buffer.name, buffer.nbytes) for buffer in plan.mapped_buffers] == [
+        ("parts", 8 * row * 4), ("results", 8 * row * 2),
+    ]  # fmt: skip
+    assert "mapped by all ranks 12288 bytes: parts 8192, results 4096" in plan.explain()
+    assert plan_of(layer, two).mapped_buffers == ()
+    alone = plan_of(layer, tensor_grid(layer.source, 1), reduce=copies, device="cuda", limits=H200)
+    assert (alone.mapped_buffers, alone.buffers) == ((), ())
+    with pytest.raises(MoeValueError, match="transport 'copies' needs a CUDA device, got cpu"):
+        plan_of(layer, two, reduce=copies)
+
+
 def test_bytes_are_launches_and_buffers(layer: Layer) -> None:
     plan = plan_of(layer, expert_grid(layer.source, 2))
     assert plan.own_nbytes == 5 * 4

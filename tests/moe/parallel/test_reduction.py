@@ -26,6 +26,7 @@ def test_every_declaration_evaluates_back(collective: str, experts: str) -> None
         ("dtype", "float64", MoeValueError, "dtype 'float64' is not one of"),
         ("experts", "any", MoeValueError, "experts 'any' is not one of ordered, partial"),
         ("order", "rank", MoeValueError, "order 'rank' is not one of ranks, any"),
+        ("transport", "air", MoeValueError, "transport 'air' is not one of group, copies"),
         ("overlap_tokens", 0, MoeValueError, "overlap_tokens must be at least 1, got 0"),
         ("overlap_tokens", 2.0, MoeTypeError, "overlap_tokens must be an int, got float"),
         ("one_shot_bytes", -1, MoeValueError, "one_shot_bytes must be at least 0, got -1"),
@@ -36,3 +37,8 @@ def test_every_declaration_evaluates_back(collective: str, experts: str) -> None
 def test_what_is_refused(field: str, value: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         ReduceSpec(**{field: value})
+
+
+def test_copies_have_one_order() -> None:
+    with pytest.raises(MoeValueError, match="transport 'copies' adds in the order of ranks, got order 'any'"):
+        ReduceSpec(transport="copies", order="any")

@@ -20,6 +20,7 @@ from trellis_moe.dist_check.build import Bound, Request, bind_share, compile_pla
 from trellis_moe.dist_check.ranks import Process
 from trellis_moe.dist_check.report import Agreement
 from trellis_moe.dist_check.samples import Routes, random_routes
+from trellis_moe.errors import MoeDistributedError
 from trellis_moe.parallel.collectives import await_device
 from trellis_moe.parallel.groups import GridGroups, open_groups
 from trellis_moe.parallel.reduction import ReduceSpec
@@ -52,8 +53,14 @@ class Way:
     exact: bool = False
 
 
-def ways_to_share(request: Request, world: int) -> tuple[Way, ...]:
-    """Every way that so many ranks allow, ranks without a share among them."""
+def ways_to_share(request: Request, world: int, *, mapping: bool = False) -> tuple[Way, ...]:
+    """Every way that so many ranks allow, ranks without a share among them.
+
+    Args:
+        request: the layer and its runs.
+        world: ranks.
+        mapping: whether they have a GPU each, and may map each other's memory.
+    """
     source, most = request.source, max(request.token_counts)
     geometry = source.geometry
     whole = TrellisExtent.whole(geometry.padded_intermediate_size)
@@ -75,6 +82,10 @@ def ways_to_share(request: Request, world: int) -> tuple[Way, ...]:
         Way("ep, experts on one rank", lone_experts, ReduceSpec(), exact=True),
         Way("ep by partial sums", expert, ReduceSpec(experts="partial")),
     ]
+    if mapping:
+        ways.append(Way("tp by copies", tensor, ReduceSpec(transport="copies")))
+        pieces = ReduceSpec(transport="copies", overlap_tokens=max(most // _PIECES, 1))
+        ways.append(Way("tp by copies in pieces", tensor, pieces))
     if world > 2:
         ways.append(Way("tp in any order", tensor, ReduceSpec(order="any")))
     if world >= 4 and world % 2 == 0:
@@ -100,7 +111,7 @@ def check_agreement(process: Process, request: Request, *, graphs: bool) -> Iter
     Raises:
         MoeDistributedError: if a rank is gone.
     """
-    ways = ways_to_share(request, process.world) if process.world > 1 else ()
+    ways = ways_to_share(request, process.world, mapping=process.captures) if process.world > 1 else ()
     planned = [plan_share(request, way.grid, process.rank, way.reduce) for way in ways]
     alone = plan_share(request)
     compile_plans([plan for _, plan in (alone, *planned)])
@@ -113,9 +124,15 @@ def check_agreement(process: Process, request: Request, *, graphs: bool) -> Iter
         if groups is None:
             groups = open_groups(way.grid)
             opened.append((way.grid, groups))
-        bound = bind_share(share, plan, groups)
+        try:
+            bound = bind_share(share, plan, groups)
+        except MoeDistributedError as error:
+            if way.reduce.transport == "group":
+                raise
+            process.say(f"{way.name}: left out: {error}")  # said by every rank, after they agreed on it
+            continue
         if way.reduce.one_shot_bytes and not bound.layer.reads_directly:
-            process.say(f"{way.name}: the ranks cannot read each other's memory; left out")
+            process.say(f"{way.name}: left out: the ranks cannot read each other's memory")
             continue
         for tokens, routes in inputs.items():
             if way.reduce.collective == "reduce_scatter" and tokens % process.world:

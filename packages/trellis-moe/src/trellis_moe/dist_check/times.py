@@ -22,6 +22,7 @@ from trellis_moe.dist_check.build import Bound, Request, bind_share, compile_pla
 from trellis_moe.dist_check.ranks import Process
 from trellis_moe.dist_check.report import MemoryUse
 from trellis_moe.dist_check.samples import Routes, noise_weights, random_routes
+from trellis_moe.errors import MoeDistributedError
 from trellis_moe.lifecycle import prepare_weights
 from trellis_moe.parallel.collectives import await_device
 from trellis_moe.parallel.groups import open_groups
@@ -68,6 +69,19 @@ TIMED = (
     Timed("tp", "float32, pieces of 4096", ReduceSpec(overlap_tokens=4096), lambda tokens: tokens > 4096),
     Timed("tp", "float32, pieces of 2048", ReduceSpec(overlap_tokens=2048), lambda tokens: tokens > 2048),
     Timed("tp", f"{_IO}, pieces of 4096", ReduceSpec(dtype=_IO, overlap_tokens=4096), lambda tokens: tokens > 4096),
+    Timed("tp", "float32, copies", ReduceSpec(transport="copies"), lambda tokens: tokens > _FEW),
+    Timed(
+        "tp",
+        "float32, copies of pieces of 2048",
+        ReduceSpec(transport="copies", overlap_tokens=2048),
+        lambda tokens: tokens > 2048,
+    ),
+    Timed(
+        "tp",
+        f"{_IO}, copies of pieces of 4096",
+        ReduceSpec(dtype=_IO, transport="copies", overlap_tokens=4096),
+        lambda tokens: tokens > 4096,
+    ),
     Timed("ep", "rows in slot order", ReduceSpec()),
     Timed("ep", f"partial sums in {_IO}", ReduceSpec(dtype=_IO, experts="partial")),
     Timed(
@@ -104,7 +118,8 @@ def time_layer(
         source, noise_weights(source), tuple(sorted(token_counts)), preset.top_k, _IO, _IO, process.device
     )
     grids = {"tp": tensor_grid(source, process.world), "ep": expert_grid(source, process.world)}
-    ways = TIMED if process.world > 1 else ()
+    ways = tuple(way for way in TIMED if process.captures or way.reduce.transport == "group")
+    ways = ways if process.world > 1 else ()
     planned = [plan_share(request, grids[way.scheme], process.rank, way.reduce) for way in ways]
     alone = plan_share(request)
     compile_plans([plan for _, plan in (alone, *planned)])
@@ -125,7 +140,14 @@ def time_layer(
             shares[0][2].execution.weights, shares[0][1].weights, device=process.device
         )
         for way, share, plan in shares:
-            bound = bind_share(share, plan, groups, experts)
+            try:
+                bound = bind_share(share, plan, groups, experts)
+            except MoeDistributedError as error:
+                if way.reduce.transport == "group":
+                    raise
+                if recorder is not None:
+                    recorder.skip(f"{preset.key}, {way.name}", str(error))
+                continue
             if way.reduce.one_shot_bytes and not bound.layer.reads_directly:
                 if recorder is not None:
                     recorder.skip(f"{preset.key}, {way.name}", "the ranks cannot read each other's memory")

@@ -40,7 +40,7 @@ class MappedRanks:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the mapped memory, where peers can write it."""
         first = tensor.data_ptr() - self.memory.data_ptr()
-        return 0 <= first and first + tensor.numel() * tensor.element_size() <= self.memory.numel()
+        return first >= 0 and first + tensor.numel() * tensor.element_size() <= self.memory.numel()
 
     def exchange(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give each rank its part of a tensor's first axis; see `Ranks.exchange`.
@@ -102,8 +102,8 @@ def map_memory(ranks: Ranks, nbytes: int, device: torch.device) -> MappedRanks:
     able = torch.tensor([found is not None], dtype=torch.int32, device=device)
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=ranks.group)
     if found is None or not bool(able.item()):
+        who, reason = f"rank {ranks.rank} of {ranks.size}", why or "another one failed"
         raise MoeDistributedError(
-            f"rank {ranks.rank} of {ranks.size}: the ranks cannot map each other's memory ({why or 'another one failed'}); "
-            "transport='group' does without"
+            f"{who}: the ranks cannot map each other's memory ({reason}); transport='group' does without"
         )
     return found
