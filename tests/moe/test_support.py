@@ -11,8 +11,17 @@ from moe.samples import LAWS, make_layer
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.rates import Rate
 from trellis_kernels.cute.archs import ARCHS
-from trellis_moe import ActivationSpec, MoeUnsupportedError
-from trellis_moe.support import TESTED_ON, check_support, rates_text, support_row, support_table
+from trellis_kernels.layers import DeviceLimits
+from trellis_moe import ActivationSpec, ExecutionCapacity, MoeUnsupportedError, plan_execution, plan_weights
+from trellis_moe.support import (
+    LAUNCHES,
+    TESTED_ON,
+    check_support,
+    launch_path,
+    rates_text,
+    support_row,
+    support_table,
+)
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -24,11 +33,33 @@ def test_the_readme_shows_the_table() -> None:
     assert shown.strip() == support_table()
 
 
-def test_every_codebook_and_target_has_its_place() -> None:
-    table = support_table()
-    assert all(table.count(f"| `{name}` |") == 1 for name in CODEBOOKS)
-    assert all(f"`{arch}`" in table for arch in ARCHS)
+def test_every_codebook_launch_and_target_has_its_place() -> None:
+    files, runs, legend = support_table().split("\n\n")
+    assert all(files.count(f"| `{name}` |") == 1 for name in CODEBOOKS)
+    assert all(f"| `{name}` | {launch} |" in runs for name in CODEBOOKS for launch in LAUNCHES)
+    assert all(f"`{arch}`" in runs.splitlines()[0] for arch in ARCHS)
     assert set(TESTED_ON) <= set(ARCHS)
+    assert all(gpu in legend for gpu in TESTED_ON.values())
+    tested = [column for column, arch in enumerate(ARCHS) if arch in TESTED_ON]
+    for line in runs.splitlines()[2:]:
+        cells = line.strip("| ").split(" | ")[3:]
+        assert [column for column, cell in enumerate(cells) if cell.startswith("●")] == tested
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_table_says_what_a_plan_takes(codebook: str, arch: str) -> None:
+    for rate in CODEBOOKS[codebook].legal_rates:
+        layer = make_layer(codebook=codebook, rates=(str(rate),), experts=2, intermediate=256)
+        for tokens in LAUNCHES.values():
+            plan = plan_execution(
+                plan_weights(layer.source),
+                activation=ActivationSpec(nonlinearity=LAWS[0], io_dtype="bfloat16"),
+                capacity=ExecutionCapacity(max_tokens=tokens, top_k=2),
+                device="cuda",
+                limits=DeviceLimits(arch, 132),
+            )
+            assert plan.variants[-1].path == launch_path(codebook, rate.half_bits, arch, tokens)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +68,7 @@ def test_every_codebook_and_target_has_its_place() -> None:
         (("1", "2", "3"), "1 to 3"),
         (("2", "4"), "2, 4"),
         (("1", "1.5", "2", "2.5"), "1 to 2, 1.5, 2.5"),
+        (("1.5", "2.5"), "1.5, 2.5"),
     ],
 )
 def test_rates_read_as_ranges(rates: tuple[str, ...], text: str) -> None:
@@ -46,9 +78,9 @@ def test_rates_read_as_ranges(rates: tuple[str, ...], text: str) -> None:
 @pytest.mark.parametrize("codebook", CODEBOOKS)
 def test_a_refusal_shows_the_row_of_the_table(codebook: str) -> None:
     row = support_row(codebook)
-    cells = [cell.strip() for cell in next(line for line in support_table().splitlines() if f"| `{codebook}` |" in line)
-             .strip("|").split("|")]  # fmt: skip
-    assert all(cell in row for cell in cells)
+    lines = [line for line in support_table().splitlines() if line.startswith(f"| `{codebook}` |")]
+    assert len(lines) == 1 + len(LAUNCHES)
+    assert all(cell.strip() in row for line in lines for cell in line.strip("|").split("|"))
     spec = ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="bytes")
     source = make_layer(codebook=codebook, rates=("5" if codebook == "lut_fp16" else "3",)).source
     check_support(source, replace(spec, arithmetic="exact"))
