@@ -52,6 +52,9 @@ class NumpyWarp:
     def multiply_add(self, value: Lanes, factor: int, addend: int) -> Lanes:
         return value * np.uint32(factor & 0xFFFFFFFF) + np.uint32(addend)
 
+    def multiply_add_word(self, value: Lanes, factor: int, addend: Lanes) -> Lanes:
+        return u32(value.astype(np.int64) * factor + addend)
+
     def and_xor(self, value: Lanes, mask: int, flips: int) -> Lanes:
         return value & np.uint32(mask) ^ np.uint32(flips)
 

@@ -52,6 +52,15 @@ class NumpyThreads:
         for index, value in enumerate(values):
             self.shared[words + index] = value
 
+    def load_shared(self, address: Any, count: int) -> list[npt.NDArray[np.uint32]]:
+        return [word.view(np.uint32) for word in self.load_shared_floats(address, count)]
+
+    def load_shared_int(self, address: Any) -> npt.NDArray[np.int32]:
+        return self.load_shared_floats(address, 1)[0].view(np.int32)
+
+    def store_shared_words(self, address: Any, values: list[Any]) -> None:
+        self.store_shared_floats(address, [np.ascontiguousarray(value).view(np.float32) for value in values])
+
     def _words(self, address: Any, count: int) -> npt.NDArray[np.int64]:
         address = np.broadcast_to(np.asarray(address), self.thread.shape)
         assert np.all(address % (4 * count) == 0)
@@ -75,6 +84,10 @@ class NumpyThreads:
         assert index.size == 0 or (index.min() >= 0 and index.max() < self.out.size)
         assert np.all(address % data.shape[1] == 0)
         self.out[index] = data[live]
+
+    def store_floats(self, address: Any, values: list[Any], predicate: Any = True) -> None:
+        words = [np.ascontiguousarray(value, np.float32).view(np.uint32) for value in values]
+        self.store_words(address, words, predicate)
 
     def load_words(self, address: Any, count: int, *, read_only: bool = True) -> list[npt.NDArray[np.uint32]]:
         raise AssertionError("nothing here reads global memory")

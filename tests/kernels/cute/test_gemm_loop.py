@@ -71,7 +71,7 @@ class Memory:
 
 
 def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic, columns, within, s_table=0):
-    """One step of strip 1 in numpy: sums `[4, columns, 4, lanes]`, the chains added up."""
+    """One step of strip 1 in numpy: sums `[4, columns, 4, lanes]`."""
     for module in (codebooks, gemm_loop):
         monkeypatch.setattr(module, "primitives", numpy_warp)
     monkeypatch.setattr(gemm_loop, "gemm_primitives", Memory(codes, stored))
@@ -79,12 +79,12 @@ def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic,
     share = share_of(rate)
     words = np.zeros((1, share.step_words, 32), np.uint32)
     row_words = np.zeros((1, columns, gemm_loop.row_words(arithmetic), 32), np.uint32)
-    sums = np.zeros((4, columns, gemm_loop.sum_chains(columns, arithmetic), 4, 32))
+    sums = np.zeros((4, columns, 4, 32))
     g_share = 4 * rate.tile_bytes + gemm_loop.lane_offset(rate, codes.shape[1], LANE)
     gemm_loop.load_share(words, 0, g_share, share)
     gemm_loop.load_rows(row_words, 0, within, 0, columns, arithmetic)
     gemm_loop.consume(sums, words, row_words, 0, 0, share, LANE, s_table, codebook, columns, arithmetic)
-    return sums.sum(axis=2)
+    return sums
 
 
 def channel_of(rate: Rate, place: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 
 from trellis_format.rates import ALL_RATES, Rate
 from trellis_format.ring import unpack_states
-from trellis_kernels.cute.gemm_share import cover_windows, cut_in_turn, share_of, shift_counts
+from trellis_kernels.cute.gemm_share import cover_windows, cut_in_turn, hash_in_turn, share_of, shift_counts
 from trellis_kernels.cute.window import plan_cuts, shift_count
 
 LANES = np.arange(32)
@@ -38,6 +38,38 @@ def test_lanes_cut_every_state_of_a_strip(rate: Rate, cost: float, numpy_warp) -
             channel = np.array([share.column(piece, index, g) for g in GROUPS])
             expected = states[channel // 16, (channel % 16) * 32 + position]
             np.testing.assert_array_equal(twice, expected | expected << 16)
+
+
+@pytest.mark.parametrize("cost", [0.4, 1.0])
+@pytest.mark.parametrize("rate", ALL_RATES, ids=str)
+def test_windows_right_below_another_are_hashed_without_a_permute(rate: Rate, cost: float, numpy_warp) -> None:
+    share = share_of(rate, cost)
+    lags = [share.words * 32 - int(end) for end in rate.ends()[: len(share.windows)]]
+    words = list(np.random.default_rng(1).integers(0, 2**32, share.words + 1, dtype=np.uint32)[:, None])
+    number = sum(int(word[0]) << 32 * index for index, word in enumerate(words))
+    permutes = []
+
+    def permute(low, high, selector):
+        permutes.append(selector)
+        return numpy_warp.permute_bytes(low, high, selector)
+
+    factor, addend = 0x9E3779B1, 0x1234567
+    found = hash_in_turn(
+        words,
+        share,
+        funnel_right=numpy_warp.funnel_right,
+        multiply=lambda word, by: word * np.uint32(by),
+        permute=permute,
+        hash_twice=lambda twice: (twice & np.uint32(0xFFFF)) * np.uint32(factor) + np.uint32(addend),
+        hash_below=lambda word, above: numpy_warp.multiply_add_word(
+            above, -(1 << 16), word * np.uint32(factor) + np.uint32(addend * (1 + (1 << 16)) % 2**32)
+        ),
+    )
+    for lag, value in zip(lags, found, strict=True):
+        assert int(value[0]) == ((number >> lag) % 2**16 * factor + addend) % 2**32
+    spared = len(lags) - len(permutes)
+    assert spared == sum(partner is not None for partner in share.partners)
+    assert spared > 0 or rate.half_bits not in (2, 4, 8, 16)  # K divides 16, so states 16 bits apart are positions
 
 
 @pytest.mark.parametrize("rate", ALL_RATES, ids=str)

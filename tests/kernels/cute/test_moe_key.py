@@ -13,6 +13,7 @@ from trellis_kernels.cute.moe_key import (
     MoeSmallKey,
     Tiling,
     counters_per_token,
+    expert_class,
     scratch_nbytes,
     scratch_parts,
 )  # fmt: skip
@@ -24,20 +25,21 @@ KEY = MoeSmallKey(
     hidden=1000,
     padded_hidden=1024,
     width=384,
-    num_experts=12,
+    max_experts=256,
     top_k=4,
     gated=True,
     up_rates=(5, 6),
     down_rates=(8,),
     activation=Activation("silu"),
 )
+EXPERTS = 12
 CHANGES = {
     "arch": "sm_100a",
     "codebook": "mul1",  # see below: the other codebooks have no half rates
     "hidden": 1001,
     "padded_hidden": 1152,
     "width": 512,
-    "num_experts": 13,
+    "max_experts": 1024,
     "top_k": 5,
     "gated": True,  # joined with the activation
     "up_rates": (6,),
@@ -115,22 +117,34 @@ def test_bytes_are_for_mul1_and_sums_that_fit() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"arch": "sm_80"}, KernelUnsupportedError, "clusters of thread blocks, which sm_80 lacks"),
         ({"row_columns": 2}, KernelValueError, "row_columns 1 and a down split of 1, got 2 and 1"),
         ({"down": Tiling(split=2)}, KernelValueError, "row_columns 1 and a down split of 1, got 1 and 2"),
-        ({"top_k": 9}, KernelUnsupportedError, "top_k thread blocks in a cluster, at most 8, got 9"),
-        ({"up": Tiling(split=9)}, KernelUnsupportedError, "up split thread blocks in a cluster, at most 8, got 9"),
         ({"padded_hidden": 384, "hidden": 384, "up": Tiling(split=4)}, KernelValueError, "at most 3 ways, got 4"),
     ],
 )
-def test_direct_layers_fit_clusters(change, error, message: str) -> None:
+def test_direct_layers_split_whole_blocks_of_gate_and_up_alone(change, error, message: str) -> None:
     with pytest.raises(error, match=message):
         replace(KEY, direct=True, **change)
 
 
-def test_direct_layers_keep_nothing_but_joined_rows() -> None:
-    key = replace(KEY, direct=True, up=Tiling(split=8), top_k=8)
-    assert scratch_parts(key) == {"joined": 8 * 384 * 2}
+def test_direct_layers_keep_sums_of_gate_and_up_and_results() -> None:
+    key = replace(KEY, direct=True, up=Tiling(split=8), top_k=9)
+    parts = {"arrivals": 4 * 8, "up_parts": 9 * 8 * 2 * 384 * 4, "results": 9 * 1024 * 4}
+    assert scratch_parts(key) == parts
+    assert list(scratch_parts(KEY))[-1] == list(parts)[-1] == "results"
+
+
+def test_a_direct_layer_has_a_group_for_every_route() -> None:
+    assert replace(KEY, direct=True).most_groups(5, 1) == 20
+
+
+def test_experts_have_the_smallest_class() -> None:
+    assert [expert_class(count) for count in (1, 256, 257, 1024)] == [256, 256, 1024, 1024]
+    for count in (0, 1025):
+        with pytest.raises(KernelUnsupportedError, match=f"{count} experts: few-token kernels take 1 to 1024"):
+            expert_class(count)
+    with pytest.raises(KernelValueError, match="max_experts 12 is not one of 256, 1024"):
+        replace(KEY, max_experts=12)
 
 
 def test_a_token_has_at_most_a_word_of_routes() -> None:
@@ -152,7 +166,7 @@ def test_threads_and_groups() -> None:
     assert [replace(KEY, row_columns=count).group_rows for count in (1, 2, 4)] == [8, 16, 32]
     assert replace(KEY, row_columns=2, arithmetic="bytes").group_rows == 8
     # every route its own expert; then no more groups than experts and full groups
-    assert [KEY.most_groups(tokens) for tokens in (1, 3, 4, 100)] == [4, 12, 12 + 2, 12 + 50]
+    assert [KEY.most_groups(tokens, 12) for tokens in (1, 3, 4, 100)] == [4, 12, 12 + 2, 12 + 50]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])
@@ -161,10 +175,10 @@ def test_most_groups_is_reached_and_never_passed(tokens: int) -> None:
     worst = 0
     for full in range(routes // KEY.group_rows + 1):
         # the other experts have one route each; one expert has the rest
-        spread = min(KEY.num_experts - 1, routes - full * KEY.group_rows)
+        spread = min(EXPERTS - 1, routes - full * KEY.group_rows)
         rest = routes - spread
         worst = max(worst, spread + -(-rest // KEY.group_rows))
-    assert worst <= KEY.most_groups(tokens)
+    assert worst <= KEY.most_groups(tokens, EXPERTS) <= KEY.most_groups(tokens)
 
 
 def test_scratch_has_room_for_each_part() -> None:

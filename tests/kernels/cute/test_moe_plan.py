@@ -27,7 +27,7 @@ def make_source(**changes):
 
 def test_fields_come_from_the_layer() -> None:
     key = plan(make_source(biased=True, shared=True, joint=True), x_dtype="bfloat16", out_dtype="float32", id_bytes=4)
-    assert (key.hidden, key.padded_hidden, key.width, key.num_experts) == (320, 384, 768, 6)
+    assert (key.hidden, key.padded_hidden, key.width, key.max_experts) == (320, 384, 768, 256)
     # rates are taken in turn over 18 linears: gate, up, down of each expert
     table = [["3", "4", "2.5", "6"][index % 4] for index in range(18)]
     halves = [int(float(rate) * 2) for rate in table]

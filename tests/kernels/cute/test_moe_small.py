@@ -28,13 +28,9 @@ from trellis_prep import prepare
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from trellis_kernels.cute.codebooks import DEVICE_CODEBOOKS
-
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-3}
 PAIRS = [
-    pytest.param(name, str(rate), id=f"{name}-{rate}")
-    for name in DEVICE_CODEBOOKS
-    for rate in CODEBOOKS[name].legal_rates
+    pytest.param(name, str(rate), id=f"{name}-{rate}") for name in CODEBOOKS for rate in CODEBOOKS[name].legal_rates
 ]
 LAWS = (
     Activation("silu"),
@@ -190,6 +186,7 @@ RINGS = {
         ("mul1", ["3", "1.5", "8"], "exact"),
         ("mul1", ["3", "3.5", "4"], "bytes"),
         ("mcg", ["4", "3", "5"], "exact"),
+        ("lut_e4m3", ["2", "4", "3"], "exact"),
     ],
     ids=str,
 )

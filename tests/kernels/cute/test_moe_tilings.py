@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from trellis_format.activations import Activation
-from trellis_kernels.cute.moe_key import MoeSmallKey
+from trellis_kernels.cute.moe_key import MoeSmallKey, expert_class
 from trellis_kernels.cute.moe_tilings import _MEASURED, Shape, choose
 
 
@@ -20,7 +20,7 @@ def key_of(shape: Shape, tokens: int, multiprocessors: int = 132) -> MoeSmallKey
         hidden=shape.padded_hidden,
         padded_hidden=shape.padded_hidden,
         width=shape.width,
-        num_experts=shape.num_experts,
+        max_experts=expert_class(shape.num_experts),
         top_k=shape.top_k,
         gated=True,
         up_rates=(6,),

@@ -29,7 +29,7 @@ def make_key(activation: Activation, biased: bool, arithmetic: str) -> MoeSmallK
         hidden=HIDDEN,
         padded_hidden=HIDDEN,
         width=WIDTH,
-        num_experts=4,
+        max_experts=256,
         top_k=2,
         gated=gated,
         up_rates=(6,),

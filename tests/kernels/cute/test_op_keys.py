@@ -10,9 +10,18 @@ import pytest
 from trellis_format.activations import ACTIVATIONS
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.keys import VALUE_BYTES, KernelKey
-from trellis_kernels.cute.op_keys import ActivateKey, PackKey, ReduceKey, RotateKey, op_keys
+from trellis_kernels.cute.op_keys import (
+    ActivateKey,
+    PackKey,
+    ReduceKey,
+    RotateKey,
+    op_keys,
+    pack_class,
+    pack_tile_routes,
+    pack_tiles,
+)
 from trellis_kernels.cute.registry import registered_keys
-from trellis_kernels.errors import KernelValueError
+from trellis_kernels.errors import KernelUnsupportedError, KernelValueError
 
 KEYS: list[tuple[KernelKey, dict[str, object]]] = [
     (
@@ -100,3 +109,19 @@ def test_registry_has_what_reductions_can_ask_for() -> None:
     wanted |= {("accumulate", weight, out, True) for weight in VALUE_BYTES for out in ("float16", "bfloat16")}
     wanted |= {("copy", "float32", out, wide) for out in ("float16", "bfloat16") for wide in both}
     assert found == wanted
+
+
+def test_a_tile_of_packing_is_whole_warps_of_routes() -> None:
+    assert [pack_tile_routes(size) for size in PackKey.EXPERT_CLASSES] == [2048, 2048, 512]
+
+
+@pytest.mark.parametrize(
+    ("routes", "num_experts", "tiles"), [(0, 1, 1), (2048, 128, 1), (2049, 128, 2), (513, 4096, 2)]
+)
+def test_tiles_of_packing_cover_the_routes(routes: int, num_experts: int, tiles: int) -> None:
+    assert pack_tiles(routes, num_experts) == tiles
+
+
+def test_packing_refuses_experts_beyond_its_classes() -> None:
+    with pytest.raises(KernelUnsupportedError, match="4096 experts, got 4097"):
+        pack_class(4097)

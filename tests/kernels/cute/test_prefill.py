@@ -16,7 +16,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import prefill
 from trellis_kernels.cute.codebooks import DEVICE_CODEBOOKS
-from trellis_kernels.cute.prefill_key import ARITHMETIC_CODEBOOKS
+from trellis_kernels.cute.prefill_key import ARITHMETIC_CODEBOOKS, BLOCK_ROWS_MOST
 
 PAIRS = [
     pytest.param(name, rate, id=f"{name}-{rate}") for name in DEVICE_CODEBOOKS for rate in CODEBOOKS[name].legal_rates
@@ -99,7 +99,7 @@ def test_blocks_follow_the_segments_and_the_rates() -> None:
         covered = []
         for expert, slot, rows, image_row in entries[: int(count)].tolist():
             assert rates[expert] == Rate(6)
-            assert 1 <= rows <= 128
+            assert 1 <= rows <= BLOCK_ROWS_MOST
             assert image_row == slot - window.first
             covered += [(expert, place) for place in range(slot, slot + rows)]
         expected = [

@@ -14,6 +14,7 @@ from trellis_kernels.cute.report import report_kernel
 KEYS = [
     *(PrefillGemmKey("sm_90a", codebook, (6,), "rows") for codebook in ("mul1", "mcg", "3inst")),
     PrefillGemmKey("sm_90a", "mul1", (3,), "rows"),
+    PrefillGemmKey("sm_90a", "3inst", (8,), "add", biased=(True,), out_dtype="bfloat16", weight_dtype="bfloat16"),
     PrefillGemmKey("sm_90a", "mcg", (16,), "down", biased=(True,), out_dtype="float16"),
     *(
         PrefillGemmKey("sm_90a", "mul1", (6, 6), "join", Activation(kind), biased=(True, True))
@@ -21,7 +22,7 @@ KEYS = [
         if Activation(kind).gated
     ),
     PrefillGemmKey("sm_90a", "mul1", (6,), "join", Activation("relu2"), biased=(True,)),
-    PrefillGemmKey("sm_90a", "mul1", (6, 8), "join", Activation("silu"), joint_inputs=True, biased=(True, False)),
+    PrefillGemmKey("sm_90a", "mul1", (6, 8), "join", Activation("silu"), biased=(True, False)),
 ]
 
 
@@ -38,5 +39,5 @@ def test_registers_handed_over_are_those_that_the_block_has() -> None:
     from trellis_kernels.cute import prefill_gemm
 
     consumers = 32 * prefill_gemm.CONSUMER_WARPS * prefill_gemm._CONSUMER_REGISTERS
-    feeders = (prefill_gemm._THREADS - 32 * prefill_gemm.CONSUMER_WARPS) * prefill_gemm._FEEDER_REGISTERS
+    feeders = 32 * prefill_gemm.FEEDER_WARPS * prefill_gemm._FEEDER_REGISTERS
     assert consumers + feeders <= 168 * prefill_gemm._THREADS, "a warpgroup would wait for registers for ever"

@@ -9,78 +9,100 @@ import torch
 from kernels.cute.prefill_law import NumpyThreads, image_of, rows_in_order
 from trellis_format.hadamard import hadamard
 from trellis_kernels.cute.prefill_key import PrefillImageKey
-from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import prefill_image
 from trellis_kernels.cute.report import report_kernel
 
-CHANNELS = 1024  # of a warp
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ROWS, CHANNELS = 32, 128  # of a unit
 
 
 @pytest.fixture
 def warp(monkeypatch: pytest.MonkeyPatch) -> NumpyThreads:
-    """One warp whose output has the image of eight rows."""
-    threads = NumpyThreads(32, out_bytes=8 * 2 * CHANNELS)
-    monkeypatch.setattr(prefill_image, "gpu", threads)
+    """One warp with the shared memory of a unit's rows, and an output that has the image of a unit."""
+    threads = NumpyThreads(32, 1 << 16, out_bytes=ROWS * CHANNELS * 2)
+    for name in ("gpu", "primitives"):
+        monkeypatch.setattr(prefill_image, name, threads)
     for name, convert in (("Int64", np.int64), ("Int32", np.int64), ("Float32", np.float32)):
         monkeypatch.setattr(prefill_image, name, convert)
+    monkeypatch.setattr(prefill_image.cutlass, "Boolean", np.asarray)
     return threads
 
 
-def lane_channels(lane: np.ndarray) -> np.ndarray:
-    """First channel of each lane."""
-    return lane // 2 * PANEL_CHANNELS + 8 * (lane & 1)
+def place_rows(warp: NumpyThreads, rows: torch.Tensor, dtype: str) -> None:
+    """Write rows to shared memory as the copies of `_copy_rows` do."""
+    pitch = prefill_image.row_pitch(dtype)
+    shared = warp.shared.view(np.uint8)
+    for index, row in enumerate(rows):
+        data = row.contiguous().view(torch.uint8).numpy()
+        shared[index * pitch : index * pitch + data.size] = data
 
 
-def lane_words(row: torch.Tensor, lane: np.ndarray) -> list[np.ndarray]:
-    """What the loads of `_load_row` return: eight channels of every 16, as words."""
-    flat = row.contiguous().view(torch.uint8).numpy().view(np.uint32)
-    per_word = row.numel() // flat.size
-    first = lane_channels(lane)
-    return [flat[(first + 16 * t) // per_word + index] for t in range(4) for index in range(8 // per_word)]
+def image_of_unit(warp: NumpyThreads, values: list[np.ndarray], rows: int) -> np.ndarray:
+    """Stage values and write them out, as `[2, 32, 64] float16`."""
+    prefill_image._stage_image(values, 0, warp.lane)
+    prefill_image._write_image(0, 0, ROWS * 128, rows, warp.lane)
+    return rows_in_order(warp.out, 2, ROWS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [CHANNELS, 648])
-def test_a_warp_writes_the_image_of_its_rows(warp: NumpyThreads, dtype: str, width: int) -> None:
-    rng = np.random.default_rng(width)
-    rows = torch.from_numpy(rng.standard_normal((8, CHANNELS))).to(DTYPES[dtype])
-    scales = rng.uniform(0.5, 2.0, CHANNELS).astype(np.float16).astype(np.float32)
-    first = lane_channels(warp.lane)
-    factors = [scales[first + 16 * t + index] for t in range(4) for index in range(8)]
-    poisoned = rows.clone()
-    poisoned[:, width:] = float("nan")
-    for index in range(8):
-        words = lane_words(poisoned[index], warp.lane)
-        values = prefill_image._row_values(words, first, width, dtype)
-        rotated = prefill_image._rotate([a * b for a, b in zip(values, factors, strict=True)], warp.lane)
-        g_row = (warp.lane // 2 * 8 + index) * PANEL_ROW_BYTES
-        prefill_image._store_lane(g_row, rotated, warp.lane & 1, index, np.ones(32, bool))
-    exact = rows.double().numpy()
-    exact[:, width:] = 0.0
-    truth = image_of(hadamard(exact * scales.astype(np.float64)).astype(np.float16))
-    found = rows_in_order(warp.out, CHANNELS // PANEL_CHANNELS, 8)
+def test_a_warp_writes_the_image_of_its_rows(warp: NumpyThreads, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    rows = torch.from_numpy(rng.standard_normal((ROWS, CHANNELS))).to(DTYPES[dtype])
+    scales = rng.uniform(0.5, 2.0, (ROWS // 8, CHANNELS)).astype(np.float16)
+    place_rows(warp, rows, dtype)
+    s_scales = ROWS * prefill_image.row_pitch(dtype)
+    s_factors = s_scales + scales.nbytes
+    warp.shared.view(np.uint8)[s_scales:s_factors] = scales.reshape(-1).view(np.uint8)
+    values = prefill_image._values(prefill_image._load_row(warp.lane * prefill_image.row_pitch(dtype), dtype), dtype)
+    warp.ways = 8  # factors are read by whole groups, and written once a unit
+    prefill_image._widen_scales(s_scales, s_factors, warp.lane)
+    rotated = prefill_image._rotated(values, s_factors + warp.lane // 8 * 512)
+    warp.ways = 1
+    found = image_of_unit(warp, rotated, ROWS)
+    exact = rows.double().numpy() * scales.astype(np.float64).repeat(8, axis=0)
+    truth = image_of(hadamard(exact).astype(np.float16))
     np.testing.assert_allclose(found.astype(np.float64), truth.astype(np.float64), rtol=2**-10, atol=2e-6)
 
 
 def test_rows_as_they_are_keep_their_bits(warp: NumpyThreads) -> None:
-    rows = np.random.default_rng(1).standard_normal((8, CHANNELS)).astype(np.float16)
-    for index in range(8):
-        words = lane_words(torch.from_numpy(rows[index]), warp.lane)
-        values = prefill_image._row_values(words, lane_channels(warp.lane), CHANNELS, "float16")
-        g_row = (warp.lane // 2 * 8 + index) * PANEL_ROW_BYTES
-        prefill_image._store_lane(g_row, values, warp.lane & 1, index, np.ones(32, bool))
-    found = rows_in_order(warp.out, CHANNELS // PANEL_CHANNELS, 8)
+    rows = np.random.default_rng(1).standard_normal((ROWS, CHANNELS)).astype(np.float16)
+    place_rows(warp, torch.from_numpy(rows), "float16")
+    words = prefill_image._load_row(warp.lane * prefill_image.row_pitch("float16"), "float16")
+    found = image_of_unit(warp, prefill_image._values(words, "float16"), ROWS)
     np.testing.assert_array_equal(found.view(np.uint16), image_of(rows).view(np.uint16))
 
 
-def test_dead_rows_are_not_written(warp: NumpyThreads) -> None:
-    values = [np.ones(32, np.float32)] * 32
-    prefill_image._store_lane(warp.lane // 2 * 1024, values, warp.lane & 1, 0, np.zeros(32, bool))
-    assert np.all(warp.out == 0xA5)
+@pytest.mark.parametrize("rows", [8, 24])
+def test_rows_past_the_window_are_not_written(warp: NumpyThreads, rows: int) -> None:
+    found = image_of_unit(warp, [np.ones(32, np.float32)] * CHANNELS, rows)
+    assert np.all(found[:, :rows] == 1.0)
+    assert np.all(found[:, rows:].copy().view(np.uint8) == 0xA5)
+
+
+@pytest.mark.parametrize("width", [96, 128, 136, 640])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_cover_a_unit_and_zeros_lie_past_the_width(monkeypatch, dtype: str, width: int) -> None:
+    size, lane = {"float16": 2, "bfloat16": 2, "float32": 4}[dtype], np.arange(32)
+    source = np.random.default_rng(5).permutation(50)[:32]
+    pitch, channel = 1024, 128
+    copies: list[tuple[np.ndarray, ...]] = []
+    monkeypatch.setattr(prefill_image.wgmma, "copy_or_zero", lambda *copy: copies.append(copy))
+    monkeypatch.setattr(prefill_image.cute.arch, "shuffle_sync", lambda value, place: value[place])
+    for name, convert in (("Int64", np.int64), ("Int32", np.int64)):
+        monkeypatch.setattr(prefill_image, name, convert)
+    prefill_image._copy_rows(0, 0, source, pitch, channel, width, lane, dtype)
+    targets = np.concatenate([copy[0] for copy in copies])
+    row, inside = np.divmod(targets, prefill_image.row_pitch(dtype))
+    covered = np.sort(row * (CHANNELS * size) + inside)
+    np.testing.assert_array_equal(covered, np.arange(0, ROWS * CHANNELS * size, 16))
+    nbytes = np.concatenate([np.broadcast_to(copy[2], 32) for copy in copies])
+    live = channel + inside // size < width
+    np.testing.assert_array_equal(nbytes, np.where(live, 16, 0))
+    address = np.concatenate([copy[1] for copy in copies])
+    np.testing.assert_array_equal(address[live], (source[row] * pitch + channel)[live] * size + inside[live])
 
 
 @pytest.mark.parametrize("images", [0, 1, 2])

@@ -11,21 +11,33 @@ from trellis_format.activations import Activation
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.errors import FormatValueError
 from trellis_format.rates import ALL_RATES
+from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.prefill_key import (
+    ARITHMETIC_CODEBOOKS,
     BLOCK_ROWS_MOST,
+    ENGINES,
+    EPILOGUES,
     SHARED_LIMIT,
     PrefillGemmKey,
     PrefillImageKey,
+    PrefillMmaKey,
     PrefillReduceKey,
     PrefillScheduleKey,
     block_capacity,
+    engine_of,
     image_nbytes,
+    info_table,
+    prefill_keys,
 )
+from trellis_kernels.cute.registry import registered_keys
 from trellis_kernels.errors import KernelTypeError, KernelValueError
 
 ROWS = PrefillGemmKey("sm_90a", "mul1", (6,))
 JOIN = PrefillGemmKey("sm_90a", "mul1", (6, 8), "join", Activation("silu"), biased=(False, False))
+ADD = PrefillGemmKey("sm_90a", "mul1", (6,), "add", out_dtype="float16", weight_dtype="float32")
 CHANGES = [
+    (ADD, {"out_dtype": "bfloat16"}),
+    (ADD, {"weight_dtype": "bfloat16"}),
     (ROWS, {"codebook": "mcg"}),
     (ROWS, {"half_bits": (8,)}),
     (ROWS, {"epilogue": "down"}),
@@ -34,7 +46,6 @@ CHANGES = [
     (JOIN, {"half_bits": (8, 6)}),
     (JOIN, {"activation": Activation("situ")}),
     (JOIN, {"activation": Activation("silu", limit=7.0)}),
-    (JOIN, {"joint_inputs": True}),
     (JOIN, {"biased": (False, True)}),
     (PrefillImageKey("sm_90a", "float16", 1), {"arch": "sm_80"}),
     (PrefillImageKey("sm_90a", "float16", 1), {"in_dtype": "bfloat16"}),
@@ -42,6 +53,7 @@ CHANGES = [
     (PrefillReduceKey("sm_90a", "float32", "bfloat16"), {"weight_dtype": "float16"}),
     (PrefillReduceKey("sm_90a", "float32", "bfloat16"), {"out_dtype": "float16"}),
     (PrefillScheduleKey("sm_90a"), {"arch": "sm_80"}),
+    (PrefillScheduleKey("sm_90a"), {"block_rows": 128}),
 ]
 
 
@@ -76,6 +88,14 @@ def test_illegal_keys_are_refused(change, error, says) -> None:
         replace(ROWS, **change)
 
 
+@pytest.mark.parametrize(("change", "says"), [({"out_dtype": "float32"}, "float32"), ({"weight_dtype": None}, "None")])
+def test_additions_need_dtypes_of_their_terms(change, says) -> None:
+    with pytest.raises(KernelValueError, match=says):
+        replace(ADD, **change)
+    with pytest.raises(KernelValueError, match="weight_dtype 'float32'"):
+        replace(ROWS, weight_dtype="float32")
+
+
 def test_a_half_rate_needs_a_codebook_that_has_it() -> None:
     with pytest.raises(FormatValueError, match="mcg"):
         replace(ROWS, codebook="mcg", half_bits=(5,))
@@ -88,6 +108,7 @@ def test_other_keys_refuse_what_they_do_not_know() -> None:
         lambda: PrefillReduceKey("sm_90a", "int8", "float16"),
         lambda: PrefillReduceKey("sm_90a", "float32", "int8"),
         lambda: PrefillScheduleKey("sm_1"),
+        lambda: PrefillScheduleKey("sm_90a", 100),
     ):
         with pytest.raises(KernelValueError):
             build()
@@ -95,28 +116,58 @@ def test_other_keys_refuse_what_they_do_not_know() -> None:
 
 def test_every_pair_of_rates_has_three_stages_within_the_limit() -> None:
     for gate, up in itertools.product(ALL_RATES, repeat=2):
-        for joint in (False, True):
-            for biased in (False, True):
-                halves = (gate.half_bits, up.half_bits)
-                key = replace(JOIN, half_bits=halves, joint_inputs=joint, biased=(biased, False))
-                assert key.stages >= 3, key
-                assert key.dynamic_shared_bytes <= SHARED_LIMIT, key
-                assert key.images == (1 if joint else 2)
+        for biased in (False, True):
+            key = replace(JOIN, half_bits=(gate.half_bits, up.half_bits), biased=(biased, False))
+            assert key.stages >= (4 if max(gate.bits, up.bits) <= 4 else 3), key
+            assert key.dynamic_shared_bytes <= SHARED_LIMIT, key
+
+
+def test_no_feeding_warp_is_more_than_a_stage_ahead_of_what_it_has_seen_given_back() -> None:
+    for gate, up in itertools.product(ALL_RATES, repeat=2):
+        key = replace(JOIN, half_bits=(gate.half_bits, up.half_bits))
+        assert key.feeders in (1, 2, 4)
+        assert key.feeders <= key.stages, "a wait for a phase by its parity would pass two phases early"
 
 
 @pytest.mark.parametrize("epilogue", ["rows", "down"])
-def test_every_rate_has_five_stages_with_one_image(epilogue: str) -> None:
+def test_every_rate_has_four_stages_with_one_linear(epilogue: str) -> None:
     for rate in ALL_RATES:
         codebook = next(book.name for book in CODEBOOKS.values() if rate in book.legal_rates)
         key = PrefillGemmKey("sm_90a", codebook, (rate.half_bits,), epilogue)
-        assert key.stages >= 5
+        assert key.stages >= (4 if rate.bits <= 6 else 3)
         assert key.dynamic_shared_bytes <= SHARED_LIMIT
+
+
+def test_the_engine_of_a_target_compiles_for_it() -> None:
+    for arch in ARCHS:
+        key = ENGINES[engine_of(arch)](arch, "mul1", (6,))
+        assert key.block_rows % key.pass_rows == 0
+        assert key.dynamic_shared_bytes <= key.shared_limit
+    assert PrefillMmaKey("sm_90a", "mul1", (6,)) != PrefillGemmKey("sm_90a", "mul1", (6,))
 
 
 def test_a_law_without_a_gate_takes_one_linear() -> None:
     key = PrefillGemmKey("sm_90a", "mul1", (6,), "join", Activation("relu2"))
-    assert (key.gated, key.images) == (False, 1)
+    assert (key.gated, key.linears) == (False, 1)
     assert key.rates[0] == key.rates[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "scales", "tables"),
+    [
+        (ROWS, 0, 0),
+        (replace(ROWS, biased=(True,)), 0, 0),
+        (replace(ROWS, epilogue="down"), 1, 1),
+        (replace(ROWS, epilogue="down", biased=(True,)), 1, 2),
+        (replace(ADD, biased=(True,)), 1, 2),
+        (JOIN, 3, 3),
+        (replace(JOIN, biased=(True, False)), 3, 5),
+        (PrefillGemmKey("sm_90a", "mul1", (6,), "join", Activation("relu2"), biased=(True,)), 2, 3),
+    ],
+)
+def test_tables_are_those_of_the_epilogue(key, scales: int, tables: int) -> None:
+    assert (key.scale_tables, key.tables) == (scales, tables)
+    assert key.info_bytes == info_table(tables)
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [1, 1, 1], [128, 129, 127], [4096, 0, 3], [255, 256, 257]])
@@ -127,3 +178,13 @@ def test_block_capacity_suffices(counts: list[int]) -> None:
 
 def test_image_bytes_are_those_of_its_rows() -> None:
     assert image_nbytes(1000, 4096) == 1000 * 4096 * 2
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_registered_keys_have_each_epilogue_and_codebook_under_its_own_name(arch: str) -> None:
+    keys = prefill_keys(arch)
+    gemms = [key for key in keys if key.kernel == ENGINES[engine_of(arch)].kernel]
+    assert {key.epilogue for key in gemms} == set(EPILOGUES)
+    assert {key.codebook for key in gemms} == set(ARITHMETIC_CODEBOOKS)
+    assert len({str(key) for key in keys}) == len(keys)
+    assert set(keys) <= set(registered_keys(arch))

@@ -113,6 +113,67 @@ def test_bits_depend_on_no_cut_of_the_work_nor_on_other_rows() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("skew", ["zipf", "one_expert", "one_token_each"])
+def test_skewed_routing(skew: str) -> None:
+    experts = make_experts(experts=16, hidden=384, intermediate=256)
+    counts = {
+        "zipf": [1024 // (rank + 1) for rank in range(16)],
+        "one_expert": [0] * 7 + [1500] + [0] * 8,
+        "one_token_each": [1] * 16,
+    }[skew]
+    check(experts, routes_of_counts(experts, counts), 5e-4)
+
+
+@gpu
+@pytest.mark.parametrize("codebook", ["3inst", "mcg", "mul1"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_codebook_of_arithmetic(codebook: str, dtype: torch.dtype) -> None:
+    experts = make_experts(codebook=codebook, hidden=256, intermediate=256)
+    check(experts, make_routes(experts, 150, dtype=dtype), BOUNDS[dtype], out_dtype=dtype)
+
+
+@gpu
+def test_a_hundred_launches_have_the_same_bits() -> None:
+    experts = make_experts()
+    routes = make_routes(experts, 333)
+    plan = plan_of(experts, routes)
+    scratch = torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device="cuda")
+    layer = PrefillLayer(to_device(experts), plan=plan, scratch=scratch)
+    moved = [tensor.cuda() for tensor in (routes.x, routes.ids, routes.weights)]
+    outs = torch.full((100, 333, plan.hidden), float("nan"), device="cuda")
+    for out in outs:
+        scratch.fill_(0xFF)
+        layer(*moved, out)
+    assert torch.all(outs == outs[:1])
+    assert error(outs[0].cpu(), expected(experts, routes)) <= 1e-3
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_atomic_reduction_is_near_the_ordered_one(dtype: torch.dtype) -> None:
+    experts = make_experts(biased=True, intermediate=256, up_divisor=4.0)
+    routes = make_routes(experts, 130, dtype=dtype)
+    routes.ids[5] = -1
+    changes = {"reduction": "atomic", "chunk_tokens": 70, "window_slots": 96}
+    found = check(experts, routes, 2 * BOUNDS[dtype], out_dtype=dtype, **changes)
+    assert torch.all(found[5] == 0)
+
+
+@gpu
+def test_a_launch_allocates_nothing() -> None:
+    experts = make_experts()
+    routes = make_routes(experts, 3000)
+    plan = plan_of(experts, routes)
+    scratch = torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device="cuda")
+    layer = PrefillLayer(to_device(experts), plan=plan, scratch=scratch)
+    moved = [tensor.cuda() for tensor in (routes.x, routes.ids, routes.weights)]
+    out = torch.empty(3000, plan.hidden, device="cuda")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    layer(*moved, out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@gpu
 def test_a_launch_can_be_captured_and_follows_its_inputs() -> None:
     experts = make_experts()
     routes = make_routes(experts, 50)
@@ -135,10 +196,11 @@ def test_a_launch_can_be_captured_and_follows_its_inputs() -> None:
 
 
 @gpu
-def test_an_expert_map_gives_local_experts() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_expert_map_gives_local_experts(dtype: torch.dtype) -> None:
     experts = make_experts()
     routes = make_routes(experts, 40)
-    local = torch.tensor([3, -1, 0, 4, 1], dtype=torch.int32)
+    local = torch.tensor([3, -1, 0, 4, 1], dtype=dtype)
     known = routes.ids >= 0
     mapped = replace(routes, ids=torch.where(known, local[routes.ids.clamp_min(0)].long(), -1))
     found = run(experts, routes, plan_of(experts, routes), expert_map=local.cuda())

@@ -1,4 +1,4 @@
-"""Holds the decoding of the many-row loop to the tile law, lane by lane in numpy, and its batches to the steps."""
+"""Holds the decoding of the many-row loop to the tile law, lane by lane in numpy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import pytest
 from trellis_format.codebooks import CODEBOOKS, get_codebook
 from trellis_format.rates import Rate
 from trellis_format.tiles import decode_inner
-from trellis_kernels.cute.prefill_key import BLOCK_ROWS_MOST, ROW_UNIT
 from trellis_kernels.cute.prefill_share import (
     BLOCK_CHANNELS,
     PANEL_CHANNELS,
     STEP_TILE_ROWS,
     channel_order,
+    column_share,
     output_channel,
-    quarter_share,
 )
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -36,7 +35,7 @@ class Stage:
     """The codes of one block in one step, laid out as the bulk copies leave them."""
 
     def __init__(self, codes: np.ndarray, rate: Rate) -> None:
-        share = quarter_share(rate)
+        share = column_share(rate)
         self.bytes = np.full(share.step_bytes, 0xA5, np.uint8)
         for row in range(STEP_TILE_ROWS):
             first = row * share.row_pitch
@@ -53,37 +52,25 @@ def test_fragments_are_the_weights_in_the_order_of_the_rows(codebook, rate, nump
     rng = np.random.default_rng(rate.half_bits)
     codes = rng.integers(-(2**15), 2**15, (STEP_TILE_ROWS, BLOCK_CHANNELS // 16, rate.tile_words16), dtype=np.int16)
     weights = decode_inner(codes, get_codebook(codebook), rate).astype(np.float16)
-    share, order = quarter_share(rate), channel_order()
+    share, order = column_share(rate), channel_order()
     found = np.full((PANEL_CHANNELS, BLOCK_CHANNELS), np.nan, np.float16)
     written = np.zeros(found.shape, int)
     monkeypatch.setattr(numpy_warp, "load_shared", Stage(codes, rate).load_shared, raising=False)
     for module in (codebooks, prefill_loop):
         monkeypatch.setattr(module, "primitives", numpy_warp)
-    before = share.words * 4 * (((G - 1) & 3) - (G & 3)) + (share.words - 1) * 4
-    for warp in range(4):
-        s_codes = BASE + prefill_loop.lane_codes(share, warp, LANE)
-        for column in range(share.columns):
-            words = prefill_loop.load_column(s_codes, s_codes + before, share, column)
-            for index in range(4):
-                fragment = prefill_loop.decode_fragment(words, share, column, index, codebook)
-                for register, values in enumerate(fragment):
-                    half, z = register & 1, register >> 1  # of an m64k16 A operand: row g + 8 half, channels + 8 z
-                    channel = np.array([output_channel(warp, g, column, half) for g in G])
-                    pair = np.ascontiguousarray(values).view(np.float16).reshape(32, 2)
-                    for j in range(2):
-                        source = order[16 * index + 8 * z + 2 * T + j]
-                        found[source, channel] = pair[:, j]
-                        written[source, channel] += 1
+    monkeypatch.setattr(prefill_loop, "Uint32", np.uint32)
+    for warp, column in np.ndindex(4, 2):
+        offset, before = prefill_loop.lane_column(share, column, warp, LANE)
+        words = prefill_loop.load_words(BASE + offset, before, share, column)
+        for index in range(4):
+            fragment = prefill_loop.decode_fragment(words, share, index, codebook)
+            for register, values in enumerate(fragment):
+                half, z = register & 1, register >> 1  # of an m64k16 A operand: row g + 8 half, channels + 8 z
+                channel = np.array([output_channel(warp, g, column, half) for g in G])
+                pair = np.ascontiguousarray(values).view(np.float16).reshape(32, 2)
+                for j in range(2):
+                    source = order[16 * index + 8 * z + 2 * T + j]
+                    found[source, channel] = pair[:, j]
+                    written[source, channel] += 1
     assert np.all(written == 1)
     np.testing.assert_array_equal(found.view(np.uint16), weights.view(np.uint16))
-
-
-@pytest.mark.parametrize("columns", range(ROW_UNIT, BLOCK_ROWS_MOST + 1, ROW_UNIT))
-def test_batches_have_every_product_of_a_step_once(columns: int) -> None:
-    batches = prefill_loop.step_batches(columns)
-    products = [product for batch in batches for product in batch]
-    assert sorted(products) == [(column, index) for column in range(2) for index in range(4)]
-    assert len({len(batch) for batch in batches}) == 1, "the registers of a batch are carried over, so all are alike"
-    assert len(batches) >= 2, "a batch decodes while the one before it runs"
-    for column in range(2):
-        assert [index for place, index in products if place == column] == [0, 1, 2, 3], "sums add channels in one order"

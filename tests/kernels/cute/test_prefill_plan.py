@@ -8,6 +8,8 @@ import pytest
 
 from trellis_format.activations import Activation
 from trellis_kernels.bench.layers import random_source
+from trellis_kernels.cute.archs import ARCHS
+from trellis_kernels.cute.prefill_key import block_capacity
 from trellis_kernels.cute.prefill_plan import SCRATCH_ALIGNMENT, PrefillPlan, plan_prefill
 from trellis_kernels.cute.prefill_share import ROW_GROUP
 from trellis_kernels.errors import KernelUnsupportedError, KernelValueError
@@ -118,9 +120,18 @@ def test_what_does_not_fit_is_refused(change, error, says) -> None:
         plan(**change)
 
 
-def test_other_architectures_and_table_codebooks_are_refused() -> None:
-    with pytest.raises(KernelValueError, match="sm_90a"):
-        plan_prefill(source(), arch="sm_80", max_tokens=10, top_k=2)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_target_has_an_engine_whose_blocks_the_entries_suffice_for(arch: str) -> None:
+    made = plan_prefill(source(), arch=arch, max_tokens=300, top_k=3)
+    assert made.engine == ("wgmma" if arch == "sm_90a" else "mma")
+    schedule = next(key for key in made.keys if key.kernel == "prefill_schedule")
+    assert schedule.block_rows == made.block_rows
+    assert made.scratch_parts["entries"] == 16 * block_capacity(made.window_slots, 8, made.block_rows)
+
+
+def test_unknown_architectures_and_table_codebooks_are_refused() -> None:
+    with pytest.raises(KernelValueError, match="sm_1"):
+        plan_prefill(source(), arch="sm_1", max_tokens=10, top_k=2)
     with pytest.raises(KernelUnsupportedError, match="lut_e4m3"):
         plan(codebook="lut_e4m3", rates=["2"])
 
@@ -128,3 +139,42 @@ def test_other_architectures_and_table_codebooks_are_refused() -> None:
 def test_a_layer_without_an_activation_needs_one() -> None:
     with pytest.raises(KernelUnsupportedError, match="activation"):
         plan_prefill(replace(source(), activation=None), arch="sm_90a", max_tokens=10, top_k=2)
+
+
+def test_an_atomic_reduction_has_a_row_for_each_token_rather_than_for_each_route() -> None:
+    ordered, atomic = (
+        plan_prefill(source(), arch="sm_90a", max_tokens=300, top_k=6, reduction=reduction)
+        for reduction in ("ordered", "atomic")
+    )
+    assert "rows" not in atomic.scratch_parts
+    assert atomic.scratch_parts["sums"] == 300 * 512 * 4
+    assert atomic.scratch_nbytes < ordered.scratch_nbytes
+    assert {key.epilogue for key in atomic.keys if hasattr(key, "epilogue")} == {"join", "add"}
+    assert {key.stage for key in atomic.keys if key.kernel == "reduce_routes"} == {"zero", "copy"}
+    assert eval(repr(atomic)) == atomic != ordered
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"max_tokens": 8}, KernelUnsupportedError, "8 tokens are not above 8"),
+        ({"out_dtype": "float32"}, KernelUnsupportedError, "results are float32"),
+        ({"max_tokens": 1, "out_dtype": "float32"}, KernelUnsupportedError, "1 tokens .*; results are float32"),
+        ({"reduction": "sideways"}, KernelValueError, "'sideways' is not one of ordered, atomic"),
+    ],
+)
+def test_an_atomic_reduction_names_every_condition_that_fails(change, error, says) -> None:
+    settings = {"max_tokens": 300, "top_k": 3, "reduction": "atomic"} | change
+    with pytest.raises(error, match=says):
+        plan_prefill(source(), arch="sm_90a", **settings)
+
+
+def test_a_large_layer_takes_more_tokens_at_once_by_atomic_additions() -> None:
+    large = source(experts=896, hidden=3584, intermediate=384, shared=True, joint=True)
+    chunks = {
+        reduction: plan_prefill(
+            large, arch="sm_90a", max_tokens=4096, top_k=16, scratch_bound=320 * MIB, reduction=reduction
+        ).chunk_tokens
+        for reduction in ("ordered", "atomic")
+    }
+    assert chunks["ordered"] < chunks["atomic"]

@@ -13,8 +13,8 @@ from trellis_kernels.routes import empty_routes
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from trellis_kernels.cute.op_keys import PackKey
-from trellis_kernels.cute.route_pack import pack_routes, tile_routes
+from trellis_kernels.cute.op_keys import pack_tiles
+from trellis_kernels.cute.route_pack import pack_into, pack_routes
 
 NAMES = ("route_indices", "block_experts", "packed_count", "expert_offsets", "expert_counts")
 
@@ -41,10 +41,6 @@ def check(found: PackedRoutes, wanted: PackedRoutes, stable: bool = True) -> Non
             assert sorted(mine[first:last]) == sorted(slots[first:last])
 
 
-def test_a_tile_is_whole_warps_of_routes() -> None:
-    assert [tile_routes(size) for size in PackKey.EXPERT_CLASSES] == [2048, 2048, 512]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("stable", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -66,11 +62,28 @@ def test_gpu_packing_is_the_torch_backends(tokens, top_k, num_experts, dtype, st
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens", [3, 900])
 @pytest.mark.parametrize("length", [0, 1, 200, 300])
-def test_gpu_expert_maps(dtype: torch.dtype, tokens: int, length: int) -> None:
+@pytest.mark.parametrize("map_dtype", [torch.int32, torch.int64])
+def test_gpu_expert_maps(dtype: torch.dtype, tokens: int, length: int, map_dtype: torch.dtype) -> None:
     ids = random_ids(tokens, 5, 256, dtype)
-    mapped = torch.randint(-2, 70, (length,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    mapped = torch.randint(-2, 70, (length,), generator=torch.Generator().manual_seed(1), dtype=map_dtype)
     found = pack_routes(ids.cuda(), num_experts=64, block_rows=16, expert_map=mapped.cuda())
     check(found, truth(ids, num_experts=64, block_rows=16, expert_map=mapped))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 5000])
+def test_gpu_packing_into_an_arena_allocates_nothing_and_refuses_too_few_counters(tokens: int) -> None:
+    ids = random_ids(tokens, 4, 40, torch.int64)
+    arena = empty_routes(tokens * 4, 40, 16, torch.device("cuda"))
+    needed = pack_tiles(tokens * 4, 40) * 40
+    work = torch.full((needed,), -7, dtype=torch.int32, device="cuda")
+    on_device = ids.cuda()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    pack_into(on_device, arena, work)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    check(arena, truth(ids, num_experts=40, block_rows=16))
+    with pytest.raises(KernelValueError, match=f"{needed} counters are needed, got {needed - 1}"):
+        pack_into(on_device, arena, work[1:])
 
 
 @pytest.mark.gpu

@@ -20,8 +20,8 @@ from trellis_format.codebooks import get_codebook
 from trellis_format.rates import TILE_WEIGHTS, Rate
 from trellis_kernels.cute import compiler, gemm_primitives, primitives
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.codebooks import get_device_codebook
-from trellis_kernels.cute.gemm_share import STEP_TILES, STRIP_TILES, Share, cut_in_turn, share_of
+from trellis_kernels.cute.gemm_loop import Piece, multiply_cost, pairs_of
+from trellis_kernels.cute.gemm_share import STEP_TILES, STRIP_TILES, Share, share_of
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.window import LANES
 
@@ -30,8 +30,6 @@ __all__ = ["CeilingKey", "build", "launch_ceiling"]
 _WARPS = 4
 _BLOCKS_PER_SM = 4
 _STEP_TILES = STRIP_TILES * STEP_TILES  # the next step's words are loaded while these are decoded
-_MULTIPLY_COSTS = {"mul1": 0.9}  # of a shift by multiplication, as in the GEMM; cheaper where logic is the bottleneck
-_MULTIPLY_COST = 0.4
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class CeilingKey(KernelKey):
 
 
 def _share(codebook: str, rate: Rate) -> Share:
-    return share_of(rate, _MULTIPLY_COSTS.get(codebook, _MULTIPLY_COST))
+    return share_of(rate, multiply_cost(codebook, "exact"))
 
 
 def _load(r_words: Any, g_share: Int64, share: Share) -> None:
@@ -79,19 +77,10 @@ def _load(r_words: Any, g_share: Int64, share: Share) -> None:
 
 def _fold(words: list[Uint32], share: Share, lane: Int32, codebook: str, total: Uint32) -> Uint32:
     """Decode every window of a step into one word."""
-    law = get_device_codebook(codebook)
-    before = (lane ^ 4) if share.is_wide else ((lane - 4) & 31)
     for piece in range(share.pieces):
         own = words[piece * share.words : (piece + 1) * share.words]
-        states = cut_in_turn(
-            [*reversed(own), gemm_primitives.pull_from_lane(own[-1], before)],
-            share.windows,
-            funnel_right=primitives.funnel_right,
-            multiply=lambda word, factor: primitives.multiply_add(word, factor, 0),
-            permute=primitives.permute_bytes,
-        )
-        for _ in range(len(share.windows) // 2):
-            total = total ^ law.decode_pair(next(states), next(states))
+        for pair in pairs_of(Piece(own.__getitem__, share, lane), share, codebook, Int32(0)):
+            total = total ^ pair
     return total
 
 

@@ -30,10 +30,21 @@ class DeviceCodebook(ABC):
     """Factor M of the hash x = s * M + A modulo 2^32."""
     addend: ClassVar[int] = 0
     """Term A of the hash."""
+    is_bound_by_logic: ClassVar[bool] = True
+    """Whether permutes, shifts and logic bind the decoding rather than multiplications."""
 
     def hash(self, twice: Uint32) -> Uint32:
         """The hash x of a state s, given as `s | s << 16`."""
         return primitives.multiply_add(twice, self.multiplier * _TWICE, self.addend)
+
+    def hash_below(self, word: Uint32, above: Uint32) -> Uint32:
+        """The hash of the state in the low half of a register, given the hash of the state in its upper half.
+
+        word * M + A has that state's s * M in the upper half too, 16 bits up: (above - A) * 2^16.
+        """
+        addend = self.addend * (1 + (1 << 16)) & 0xFFFFFFFF
+        plain = primitives.multiply_add(word, self.multiplier, addend)
+        return primitives.multiply_add_word(above, -(1 << 16), plain)
 
     @abstractmethod
     def finish_pair(self, first: Uint32, second: Uint32) -> Uint32:
@@ -70,6 +81,7 @@ class _Mul1(DeviceCodebook):
 
     name = Mul1.name
     multiplier = Mul1.multiplier
+    is_bound_by_logic = False
 
     def finish_pair(self, first: Uint32, second: Uint32) -> Uint32:
         # both halves' fp16 1024 ride on the first sum, so that joining the second one is a plain addition

@@ -13,7 +13,7 @@ conversion and no join.  An activation is 256 hi + lo in two signed bytes, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cutlass
@@ -22,19 +22,19 @@ from cutlass import Constexpr, Int32, Int64, Uint32
 
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives, primitives
-from trellis_kernels.cute.codebooks import get_device_codebook
-from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, share_of
+from trellis_kernels.cute.codebooks import DEVICE_CODEBOOKS, get_device_codebook
+from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, hash_in_turn, share_of
 from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
 __all__ = [
     "ROW_STEP_BYTES",
+    "Piece",
     "accumulate",
     "consume",
     "lane_offset",
     "multiply_cost",
-    "pair_decoder",
+    "pairs_of",
     "row_words",
-    "sum_chains",
 ]
 
 ROW_STEP_BYTES = 2 * STEP_CHANNELS
@@ -64,7 +64,8 @@ def multiply_cost(codebook: str, arithmetic: str) -> float:
 
     The pipe of permutes, shifts and logic is the bottleneck except for exact mul1, which multiplies as much.
     """
-    return 0.9 if codebook == "mul1" and arithmetic == "exact" else 0.4
+    known = DEVICE_CODEBOOKS.get(codebook)
+    return 0.4 if known is None or known.is_bound_by_logic or arithmetic == "bytes" else 0.9
 
 
 def row_words(arithmetic: str) -> int:
@@ -87,67 +88,101 @@ def load_rows(
                 r_rows[stage, column, first + index] = loaded[index]
 
 
-def states_of(words: list[Uint32], share: Share, lane: Int32) -> Iterator[Uint32]:
-    """The windows of one piece, each state twice in its register, each cut when it is asked for.
+class Piece(Sequence[Uint32]):
+    """The words of one piece, the last one first, then the word before the piece on its ring; each read when asked for.
 
-    The word before the piece on its ring is the last word of another lane: the other half of a tile, or the column
-    before, column 7 coming before column 0.
+    That one is the last word of another lane: the other half of a tile, or the column before, column 7 coming before 0.
     """
-    before = (lane ^ 4) if share.is_wide else ((lane - 4) & 31)
-    backwards = [*reversed(words), gemm_primitives.pull_from_lane(words[-1], before)]
+
+    def __init__(self, read: Callable[[int], Uint32], share: Share, lane: Int32) -> None:
+        self._read, self._count = read, share.words
+        self._before = (lane ^ 4) if share.is_wide else ((lane - 4) & 31)
+        self._known: dict[int, Uint32] = {}
+
+    def __len__(self) -> int:
+        return self._count + 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._known:
+            if index < self._count:
+                self._known[index] = self._read(self._count - 1 - index)
+            else:
+                self._known[index] = gemm_primitives.pull_from_lane(self[0], self._before)
+        return self._known[index]
+
+
+def _multiply(word: Uint32, factor: int) -> Uint32:
+    return primitives.multiply_add(word, factor, 0)
+
+
+def states_of(piece: Piece, share: Share) -> Iterator[Uint32]:
+    """The windows of one piece, each state twice in its register, each cut when it is asked for."""
     return cut_in_turn(
-        backwards,
+        piece,
         share.windows,
         funnel_right=primitives.funnel_right,
-        multiply=lambda word, factor: primitives.multiply_add(word, factor, 0),
+        multiply=_multiply,
         permute=primitives.permute_bytes,
     )
 
 
-def pair_decoder(codebook: str, rate: Rate, s_table: Int32) -> Callable[[Uint32, Uint32], Uint32]:
-    """From two states, each twice in its register, to the fp16 pair of their weights; `s_table` is the table's address.
+def hashes_of(piece: Piece, share: Share, codebook: str) -> Iterator[Uint32]:
+    """The hash of every window of one piece, each made when it is asked for."""
+    law = get_device_codebook(codebook)
+    if not law.is_bound_by_logic:
+        return map(law.hash, states_of(piece, share))
+    return hash_in_turn(
+        piece,
+        share,
+        funnel_right=primitives.funnel_right,
+        multiply=_multiply,
+        permute=primitives.permute_bytes,
+        hash_twice=law.hash,
+        hash_below=law.hash_below,
+    )
 
-    Where the codebook is arithmetic alone the address is not read.
-    """
+
+def pairs_of(piece: Piece, share: Share, codebook: str, s_table: Int32) -> Iterator[Uint32]:
+    """The fp16 pairs of neighbouring windows of one piece; `s_table` is the table's address, where there is one."""
     tabled = TABLE_CODEBOOKS.get(codebook)
-    if tabled is None:
-        return get_device_codebook(codebook).decode_pair
-    return lambda first, second: tabled.decode_pair(first, second, rate, s_table)
+    if tabled is not None:
+        states = states_of(piece, share)
+        return (tabled.decode_pair(first, next(states), share.rate, s_table) for first in states)
+    law = get_device_codebook(codebook)
+    hashes = hashes_of(piece, share, codebook)
+    return (law.finish_pair(first, next(hashes)) for first in hashes)
 
 
 def consume_exact(
     r_sums: Any,
-    words: list[Uint32],
+    piece: Piece,
     r_rows: Any,
     stage: int,
-    piece: int,
+    first_channel: int,
     share: Share,
-    lane: Int32,
     s_table: Int32,
     codebook: str,
     columns: int,
 ) -> None:
     """Decode one piece to fp16 fragments, four for each output channel, and add their products to the sums."""
-    decode_pair = pair_decoder(codebook, share.rate, s_table)
-    states = states_of(words, share, lane)
+    decoded = pairs_of(piece, share, codebook, s_table)
     for place in range(len(share.windows) // 8):
-        channel, quarter = piece * share.columns + place // 4, place % 4
-        pairs = [decode_pair(next(states), next(states)) for _ in range(4)]
+        channel, quarter = first_channel + place // 4, place % 4
+        pairs = [next(decoded) for _ in range(4)]
         # pairs lie as (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8); the operand wants both n before the next k
         fragment = [pairs[0], pairs[2], pairs[1], pairs[3]]
         for column in range(columns):
             rows = [r_rows[stage, column, 2 * quarter + half] for half in range(2)]
-            _add(gemm_primitives.multiply_halves, r_sums, (channel, column, 0), fragment, rows)
+            _add(gemm_primitives.multiply_halves, r_sums, (channel, column), fragment, rows)
 
 
 def consume_bytes(
     r_sums: Any,
-    words: list[Uint32],
+    piece: Piece,
     r_rows: Any,
     stage: int,
-    piece: int,
+    first_channel: int,
     share: Share,
-    lane: Int32,
     _s_table: Int32,
     codebook: str,
     columns: int,
@@ -155,24 +190,21 @@ def consume_bytes(
     """Hash the windows of one piece and add their byte products to the sums.
 
     A hash is one register of an operand of 16 output channels by 8 input channels, so the 8 hashes of a place are two
-    fragments: input channels 2i and 2i + 1, then 2i + 8 and 2i + 9.  One column has a chain of sums for each, since the
-    next product would wait for the one before.
+    fragments: input channels 2i and 2i + 1, then 2i + 8 and 2i + 9.
     """
-    law = get_device_codebook(codebook)
-    states = states_of(words, share, lane)
+    in_turn = hashes_of(piece, share, codebook)
     for place in range(len(share.windows) // 8):
-        channel, quarter = piece * share.columns + place // 4, place % 4
-        hashes = [law.hash(next(states)) for _ in range(8)]
+        channel, quarter = first_channel + place // 4, place % 4
+        hashes = [next(in_turn) for _ in range(8)]
         for half in range(2):
             fragment = [hashes[2 * half + index] for index in (0, 4, 1, 5)]
             for column in range(columns):
                 four = r_rows[stage, column, quarter]
                 rows = [primitives.permute_bytes(four, four, 0x1111 * (2 * half + index)) for index in range(2)]
-                chain = half if columns == 1 else 0
-                _add(gemm_primitives.multiply_bytes, r_sums, (channel, column, chain), fragment, rows)
+                _add(gemm_primitives.multiply_bytes, r_sums, (channel, column), fragment, rows)
 
 
-def _add(multiply: Any, r_sums: Any, place: tuple[int, int, int], fragment: list[Uint32], rows: list[Uint32]) -> None:
+def _add(multiply: Any, r_sums: Any, place: tuple[int, int], fragment: list[Uint32], rows: list[Uint32]) -> None:
     sums = multiply(fragment, rows, [r_sums[(*place, z)] for z in range(4)])
     for z in range(4):
         r_sums[(*place, z)] = sums[z]
@@ -183,15 +215,11 @@ def consume(
     codebook: str, columns: int, arithmetic: str,
 ) -> None:  # fmt: skip
     """Decode a stage and add its products to the sums."""
-    for piece in range(share.pieces):
-        words = [r_words[stage, piece * share.words + index] for index in range(share.words)]
-        one = consume_exact if arithmetic == "exact" else consume_bytes
-        one(r_sums, words, r_rows, row_stage, piece, share, lane, s_table, codebook, columns)
-
-
-def sum_chains(columns: int, arithmetic: str) -> int:
-    """Independent chains of sums for each output channel and column."""
-    return 2 if arithmetic == "bytes" and columns == 1 else 1
+    one = consume_exact if arithmetic == "exact" else consume_bytes
+    for index in range(share.pieces):
+        first = index * share.words
+        piece = Piece(lambda word, first=first: r_words[stage, first + word], share, lane)
+        one(r_sums, piece, r_rows, row_stage, index * share.columns, share, s_table, codebook, columns)
 
 
 @cute.jit
@@ -212,11 +240,11 @@ def accumulate(
     arithmetic: Constexpr,
     rows_are_shared: Constexpr = False,
 ):
-    """Add steps first, first + stride, ... below end to the sums `[4 output channels, columns, chains, 4]`.
+    """Add steps first, first + stride, ... below end to the sums `[4 output channels, columns, 4]`.
 
     `g_strip` is the strip's first tile of step 0.  `find_rows(columns)` gives the address of this lane's row and 16
     channels of step 0 for each column, in global memory or in shared; it is called once the first weights are on their
-    way, so that it may wait.  `s_table` is as in `pair_decoder`.
+    way, so that it may wait.  `s_table` is as in `pairs_of`.
     """
     rate = Rate(half_bits)
     share = share_of(rate, multiply_cost(codebook, arithmetic))

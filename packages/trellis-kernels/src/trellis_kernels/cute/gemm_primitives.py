@@ -23,8 +23,6 @@ __all__ = [
     "copy_to_shared",
     "count_bits",
     "exp2",
-    "fence_device",
-    "fetch_range_to_l2",
     "fetch_to_l2",
     "float_from",
     "float_to",
@@ -128,11 +126,6 @@ def load_fresh_ints(address: Int64, count: int) -> list[Int32]:
 def fetch_to_l2(address: Int64) -> None:
     """Bring the line of an address into the L2; nothing waits for it."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-def fetch_range_to_l2(address: Int64, nbytes: Int32) -> None:
-    """Bring a range into the L2, both a multiple of 16 bytes; nothing waits for it.  Needs sm_90."""
-    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, nbytes])
 
 
 def copy_to_shared(s_target: Int32, address: Int64, size: int) -> None:
@@ -256,18 +249,17 @@ def raise_shared_most(address: Int32, value: Float32, predicate: Boolean) -> Non
 
 
 def add_counter(address: Int64, value: Int32) -> Int32:
-    """Add to a 32-bit counter in global memory, ordered with this thread's accesses; returns what it held."""
+    """Add to a 32-bit counter in global memory; returns what it held.
+
+    Ordered, as the whole device sees it, with this thread's accesses and with those of the thread block that a barrier
+    has ordered with them: so one thread speaks for all, and nobody else needs a fence.
+    """
     result: Int32 = cute.arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};",
         write_only_types=[Int32],
         read_only_args=[address, value],
     )
     return result
-
-
-def fence_device() -> None:
-    """Order this thread's global accesses before this point with those after it, as seen by the whole device."""
-    cute.arch.inline_ptx("fence.acq_rel.gpu;")
 
 
 # -------------------------------------------------------------------------------------------------------- registers
@@ -384,7 +376,7 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], c: list[Int32]) -> list[Int
     )
 
 
-def local_id(low: Uint32, high: Uint32, g_map: Int64, map_length: Int32, map_bytes: Int32, experts: int) -> Int32:
+def local_id(low: Uint32, high: Uint32, g_map: Int64, map_length: Int32, map_bytes: Int32, experts: Int32) -> Int32:
     """The local expert of an id of two words, else -1.
 
     With a map, which has values of 4 or 8 bytes, that is the value at the id, if it is below the number of experts;
@@ -396,10 +388,12 @@ def local_id(low: Uint32, high: Uint32, g_map: Int64, map_length: Int32, map_byt
         "setp.ne.and.u32 q, {$r4}, 0, p; setp.eq.and.u32 w, {$r4}, 8, p; "
         "mov.b32 a, {$r0}; mov.b32 b, 0; mad.wide.u32 at, {$r0}, {$r4}, {$r2}; "
         "@q ld.global.nc.u32 a, [at]; @w ld.global.nc.u32 b, [at + 4]; "
-        f"setp.lt.and.u32 p, a, {experts}, p; setp.eq.and.u32 p, b, 0, p; selp.b32 {{$w0}}, a, -1, p;}}"
+        "setp.lt.and.u32 p, a, {$r5}, p; setp.eq.and.u32 p, b, 0, p; selp.b32 {$w0}, a, -1, p;}"
     )
     result: Int32 = cute.arch.inline_ptx(
-        code, write_only_types=[Int32], read_only_args=[low, high, g_map, Uint32(map_length), Uint32(map_bytes)]
+        code,
+        write_only_types=[Int32],
+        read_only_args=[low, high, g_map, *map(Uint32, (map_length, map_bytes, experts))],
     )
     return result
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from trellis_format.rates import Rate
+from trellis_format.rates import STATE_BITS, Rate
 from trellis_kernels.cute.window import Cut
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "cover_cuts",
     "cover_windows",
     "cut_in_turn",
+    "hash_in_turn",
     "share_of",
     "shift_counts",
 ]
@@ -50,6 +51,7 @@ STEP_CHANNELS = 64
 
 _COLUMN_POSITIONS = 32  # ring positions of output channels n and n + 8 over one tile row
 _WORD, _BYTE, _WORD_BYTES = 32, 8, 4
+_LOW_HALF_TWICE = 0x1010  # a permute's selector
 
 Word = TypeVar("Word")
 
@@ -91,6 +93,8 @@ class Share:
         columns: output channels (with their partners) of a piece.
         lane_bytes: bytes between the pieces of neighbouring g.
         windows: the windows of a piece, in ring order.
+        partners: for each window the index of the one whose state lies right above it in one register, if it is the
+            low half of a register as it was read or shifted; see `hash_in_turn`.
     """
 
     rate: Rate
@@ -101,6 +105,7 @@ class Share:
     columns: int
     lane_bytes: int
     windows: tuple[Window, ...]
+    partners: tuple[int | None, ...]
 
     @property
     def step_words(self) -> int:
@@ -125,7 +130,16 @@ def share_of(rate: Rate, multiply_cost: float = 1.0) -> Share:
     lags = tuple(words * _WORD - int(end) for end in ends)
     load_words = next(count for count in (4, 2, 1) if words % count == 0)
     windows = cover_windows(lags, multiply_cost)
-    return Share(rate, is_wide, pieces, words, load_words, columns, words * _WORD_BYTES, windows)
+    partners = _partners(lags, windows)
+    return Share(rate, is_wide, pieces, words, load_words, columns, words * _WORD_BYTES, windows, partners)
+
+
+def _partners(lags: Sequence[int], windows: Sequence[Window]) -> tuple[int | None, ...]:
+    places = {lag: index for index, lag in enumerate(lags)}
+    return tuple(
+        places.get(lag + STATE_BITS) if window == Window(Source(lag), Source(lag), _LOW_HALF_TWICE) else None
+        for lag, window in zip(lags, windows, strict=True)
+    )
 
 
 def cover_windows(lags: Sequence[int], multiply_cost: float = 1.0) -> tuple[Window, ...]:
@@ -210,6 +224,52 @@ def cut_in_turn(
         multiply: `(word, factor)` to the product modulo 2^32.
         permute: `(low, high, selector)` to the four bytes that the selector's nibbles choose.
     """
+    register = _registers(words, funnel_right, multiply)
+    for window in windows:
+        yield permute(register(window.low), register(window.high), window.selector)
+
+
+def hash_in_turn(
+    words: Sequence[Word],
+    share: Share,
+    *,
+    funnel_right: Callable[[Word, Word | None, int], Word],
+    multiply: Callable[[Word, int], Word],
+    permute: Callable[[Word, Word, int], Word],
+    hash_twice: Callable[[Word], Word],
+    hash_below: Callable[[Word, Word], Word],
+) -> Iterator[Word]:
+    """The hash of every window of a piece in turn, with a multiplication in place of a permute where that can be.
+
+    A window in the low half of a register is not cut.  What lies above it, times the multiplier, spoils the upper half
+    of its product by the low half of another hash: that of the state 16 bits further up, which came before.
+
+    Args:
+        words: as in `cut_in_turn`.
+        share: whose windows.
+        funnel_right: as in `cut_in_turn`.
+        multiply: as in `cut_in_turn`.
+        permute: as in `cut_in_turn`.
+        hash_twice: from a state in both halves of its register.
+        hash_below: from a register whose low half is the state, and the hash of the state in its upper half.
+    """
+    register = _registers(words, funnel_right, multiply)
+    hashes: list[Word] = []
+    for window, partner in zip(share.windows, share.partners, strict=True):
+        low = register(window.low)
+        if partner is not None and partner < len(hashes):
+            hashes.append(hash_below(low, hashes[partner]))
+        else:
+            hashes.append(hash_twice(permute(low, register(window.high), window.selector)))
+        yield hashes[-1]
+
+
+def _registers(
+    words: Sequence[Word],
+    funnel_right: Callable[[Word, Word | None, int], Word],
+    multiply: Callable[[Word, int], Word],
+) -> Callable[[Source], Word]:
+    """Each register of a plan, made where it is first needed."""
     registers: dict[Source, Word] = {}
 
     def register(source: Source) -> Word:
@@ -222,5 +282,4 @@ def cut_in_turn(
                 registers[source] = funnel_right(words[word], above, shift) if shift else words[word]
         return registers[source]
 
-    for window in windows:
-        yield permute(register(window.low), register(window.high), window.selector)
+    return register

@@ -124,6 +124,7 @@ def direct_down_kernel(
     g_map: Int64,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     factor: Float32,
     descriptors: Int64,
     words: Int64,
@@ -150,7 +151,7 @@ def direct_down_kernel(
     s_flags = smem.allocate_array(Int32, key.down.blocks, byte_alignment=16).toint()
     s_table = smem.allocate_array(Int32, table_bytes(key) // 4, byte_alignment=16).toint()
     part = direct_scratch(scratch, max_tokens, key)
-    routing = Ids(ids, g_map, map_length, map_bytes, key)
+    routing = Ids(ids, g_map, map_length, map_bytes, experts, key)
     expert = routing.load(route)
     live = routing.live(route // key.top_k)
     weight = load_value(weights, route, key.weight_dtype) * factor

@@ -42,8 +42,6 @@ __all__ = ["direct_up_bytes", "direct_up_kernel"]
 
 _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 _STEPS = BLOCK // STEP_CHANNELS
-_TILE_WORD_BYTES = 16  # bytes of a tile for each half bit of its rate
-_FETCH_BYTES = 1 << 12  # of the weights of down, by one instruction
 _MOST_COPIED = 1024  # descriptors that a thread block copies before it knows which one it needs
 
 
@@ -63,7 +61,7 @@ def _row_bytes(key: MoeSmallKey) -> int:
 
 
 def _descriptors(key: MoeSmallKey) -> int:
-    return key.num_experts * (key.projections + 1)
+    return key.max_experts * (key.projections + 1)
 
 
 def _descriptor_bytes(key: MoeSmallKey) -> int:
@@ -74,10 +72,10 @@ def _descriptor_bytes(key: MoeSmallKey) -> int:
 
 
 @cute.jit
-def _copy_descriptors(descriptors: Int64, s_descriptors: Int32, thread: Int32, key: Constexpr):
+def _copy_descriptors(descriptors: Int64, s_descriptors: Int32, experts: Int32, thread: Int32, key: Constexpr):
     """All of them, before it is known which are needed: what the launch before wrote is not waited for."""
     if cutlass.const_expr(_descriptors(key) <= _MOST_COPIED):
-        for index in cutlass.range(thread, _descriptors(key), key.threads("up"), unroll=1):
+        for index in cutlass.range(thread, experts * (key.projections + 1), key.threads("up"), unroll=1):
             at = index * DESCRIPTOR_BYTES
             primitives.copy_to_shared(s_descriptors + at, descriptors + Int64(at))
 
@@ -89,17 +87,6 @@ def _load_place(descriptors: Int64, s_descriptors: Int32, expert: Int32, linear:
         return gpu.load_longs(descriptors + Int64(index) * DESCRIPTOR_BYTES, 2)
     words = primitives.load_shared(s_descriptors + index * DESCRIPTOR_BYTES, 4)
     return [Int64(words[0]) + (Int64(words[1]) << 32), Int64(words[2])]
-
-
-@cute.jit
-def _fetch_down(words: Int64, first_word: Int64, half_bits: Int32, column: Int32, thread: Int32, key: Constexpr):
-    """Bring this block's share of the expert's weights of down into the L2, which idles while codes are decoded."""
-    nbytes = half_bits * (key.width // 16 * (key.padded_hidden // 16) * _TILE_WORD_BYTES)
-    share = (nbytes // _columns(key) + _FETCH_BYTES) // _FETCH_BYTES * _FETCH_BYTES
-    first = column * share
-    end = cutlass.min(first + share, nbytes)
-    for at in cutlass.range(first + thread * _FETCH_BYTES, end, key.threads("up") * _FETCH_BYTES, unroll=1):
-        gpu.fetch_range_to_l2(words + first_word * 4 + Int64(at), cutlass.min(end - at, _FETCH_BYTES))
 
 
 @cute.jit
@@ -135,6 +122,7 @@ def direct_up_kernel(
     g_map: Int64,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     descriptors: Int64,
     words: Int64,
     g_table: Int64,
@@ -156,14 +144,14 @@ def direct_up_kernel(
     s_table = smem.allocate_array(Int32, table_bytes(key) // 4, byte_alignment=16).toint()
     s_descriptors = smem.allocate_array(Int32, _descriptor_bytes(key) // 4, byte_alignment=16).toint()
     part = direct_scratch(scratch, max_tokens, key)
-    _copy_descriptors(descriptors, s_descriptors, thread, key)
+    _copy_descriptors(descriptors, s_descriptors, experts, thread, key)
     fill_table(g_table, s_table, thread, key.threads("up"), key)
     if thread < LAW_WORDS * key.rotated_inputs:
         gpu.store_shared_int(s_laws + thread * 4, Int32(0))
     cute.arch.sync_threads()
     if cutlass.const_expr(key.overlaps):
         cute.arch.griddepcontrol_wait()
-    expert = Ids(ids, g_map, map_length, map_bytes, key).load(route)
+    expert = Ids(ids, g_map, map_length, map_bytes, experts, key).load(route)
     if cutlass.const_expr(key.overlaps):
         cute.arch.griddepcontrol_launch_dependents()
     blocks = tokens * (key.top_k * _columns(key))
@@ -182,9 +170,6 @@ def direct_up_kernel(
         which = projection if cutlass.const_expr(key.rotated_inputs == 2) else Int32(0)
 
         def find_rows(_columns: int) -> Any:
-            if key.overlaps:
-                down = _load_place(descriptors, s_descriptors, expert, key.projections, key)
-                _fetch_down(words, down[0], Int32(down[1]), column, thread, key)
             rotate_rows(x, input_scales, route // key.top_k, expert, share[0], share[1], s_rows, s_laws, thread, key)
             s_row = s_rows + (which * most_share_blocks(key) - share[0]) * (2 * BLOCK)
             return [s_row + lane_offset(lane, key)]

@@ -165,14 +165,12 @@ def _finish_rows(
             channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
             sums = load_block_sums(s_sums, row, lane, place * _BLOCK_STRIPS, "down", key)
             gpu.store_floats(_part_address(part, first_slot + row, split_index, channel, key), sums)
-        gpu.fence_device()
         cute.arch.sync_threads()
         if thread == 0:
             counter = part.down_arrivals + Int64(group * hidden_blocks + first_block) * 4
             gpu.store_shared_int(s_flags, gpu.add_counter(counter, Int32(1)))
         cute.arch.sync_threads()
         is_last = Int32(gpu.load_shared_int(s_flags) == key.down.split - 1)
-        gpu.fence_device()
         cute.arch.sync_threads()
     if is_last == 1:
         for task in cutlass.range(warp, tasks, warps, unroll=1):
@@ -186,7 +184,6 @@ def _finish_rows(
             if cutlass.const_expr(key.is_bytes):
                 sums = moe_bytes.apply_law(sums, part.joined_laws + Int64(first_slot + row) * moe_bytes.LAW_BYTES)
             _finish(sums, scales, bias, part, expert, first_slot + row, channel, lane, key)
-        gpu.fence_device()
         cute.arch.sync_threads()
         for task in cutlass.range(thread, tasks, key.threads("down"), unroll=1):
             row = task // key.down.blocks
@@ -201,7 +198,6 @@ def _finish_rows(
             if gpu.load_shared_int(s_flags + task * 4) == 1:
                 row = task // key.down.blocks
                 place = task - row * key.down.blocks
-                gpu.fence_device()
                 channel = (first_block + place) * BLOCK + lane * LANE_CHANNELS
                 record = gpu.load_words(part.slots + Int64(first_slot + row) * SLOT_BYTES, 2)
                 sum_token(out, part.results, Int32(record[0]) // key.top_k, record[1], channel, key)

@@ -14,7 +14,7 @@ from cutlass import Constexpr, Float32, Int32, Int64
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import primitives
-from trellis_kernels.cute.gemm_loop import accumulate, sum_chains
+from trellis_kernels.cute.gemm_loop import accumulate
 from trellis_kernels.cute.gemm_ring import accumulate_from_ring, ring_bytes
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STRIP_CHANNELS, share_of
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, ROW_COLUMNS, MoeSmallKey
@@ -103,9 +103,7 @@ def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: in
         channel = share.column(place if not share.is_wide else 0, place if share.is_wide else 0, g)
         for column in range(columns):
             for z in range(4):
-                value = r_sums[place, column, 0, z]
-                for chain in range(1, sum_chains(columns, key.arithmetic)):
-                    value = value + r_sums[place, column, chain, z]
+                value = r_sums[place, column, z]
                 if key.is_bytes:
                     row = (z % 2) * key.group_rows + column * PRODUCT_ROWS["bytes"] + t
                     s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
@@ -138,7 +136,7 @@ def _multiply_at_rate(
             columns = ROW_COLUMNS[index]
             least = product_rows * ROW_COLUMNS[index - 1] if index else 0
             if rows > least and rows <= product_rows * columns:
-                layout = cute.make_layout((4, columns, sum_chains(columns, key.arithmetic), 4))
+                layout = cute.make_layout((4, columns, 4))
                 r_sums = cute.make_rmem_tensor(layout, Int32 if key.is_bytes else Float32)
                 r_sums.fill(0)
                 if cutlass.const_expr(tiling.in_shared):

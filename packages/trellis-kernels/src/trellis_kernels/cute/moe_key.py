@@ -17,6 +17,7 @@ from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
 
 __all__ = [
+    "EXPERT_CLASSES",
     "HEADER_BYTES",
     "MOST_BYTE_CHANNELS",
     "PRODUCT_ROWS",
@@ -25,6 +26,7 @@ __all__ = [
     "Tiling",
     "counters_per_token",
     "direct_counters",
+    "expert_class",
     "scratch_nbytes",
     "scratch_parts",
 ]
@@ -40,6 +42,8 @@ ROW_COLUMNS = (1, 2, 4)
 """Products that may share one decoded weight."""
 MOST_BYTE_CHANNELS = 16384
 """Input channels whose sums of byte products stay below 2^31: 1020 * 128 * 16384."""
+EXPERT_CLASSES = (256, 1024)
+"""Numbers of experts that kernels are compiled for."""
 HEADER_BYTES = 128
 """At the start of the scratch: the number of groups."""
 
@@ -90,7 +94,8 @@ class MoeSmallKey(KernelKey):
         hidden: channels of x and out.
         padded_hidden: hidden channels as stored, a multiple of 128.
         width: intermediate channels that the rank holds, a multiple of 128.
-        num_experts: experts.
+        max_experts: experts that shared memory has counters for, one of `EXPERT_CLASSES`; how many there are is a
+            number of the launch.
         top_k: routes of a token.
         gated: whether there is a gate.
         up_rates: every 2K that occurs in gate or up, ascending.
@@ -122,7 +127,7 @@ class MoeSmallKey(KernelKey):
     hidden: int
     padded_hidden: int
     width: int
-    num_experts: int
+    max_experts: int
     top_k: int
     gated: bool
     up_rates: tuple[int, ...]
@@ -213,8 +218,11 @@ class MoeSmallKey(KernelKey):
                 )
         if not 0 < self.hidden <= self.padded_hidden:
             raise KernelValueError(f"hidden {self.hidden} must be within 1..{self.padded_hidden}")
-        if self.num_experts < 1 or self.top_k < 1:
-            raise KernelValueError(f"{self.num_experts} experts and top {self.top_k}: both must be at least 1")
+        if self.max_experts not in EXPERT_CLASSES:
+            known = ", ".join(map(str, EXPERT_CLASSES))
+            raise KernelValueError(f"max_experts {self.max_experts} is not one of {known}")
+        if self.top_k < 1:
+            raise KernelValueError(f"top {self.top_k} must be at least 1")
         if self.top_k > _MOST_TOP_K:
             raise KernelUnsupportedError(f"top {self.top_k} is more than {_MOST_TOP_K} routes for a token")
 
@@ -253,10 +261,12 @@ class MoeSmallKey(KernelKey):
         tiling: Tiling = getattr(self, gemm)
         return 32 * self.strips(gemm) * tiling.slices
 
-    def most_groups(self, tokens: int) -> int:
-        """Groups that suffice for any routing of that many tokens."""
+    def most_groups(self, tokens: int, experts: int | None = None) -> int:
+        """Groups that suffice for any routing of that many tokens over a number of experts (default: the most)."""
         routes = tokens * self.top_k
-        return min(routes, min(routes, self.num_experts) + routes // self.group_rows)
+        if self.direct:
+            return routes
+        return min(routes, min(routes, experts or self.max_experts) + routes // self.group_rows)
 
     def __str__(self) -> str:
         rates = "/".join(
@@ -264,9 +274,21 @@ class MoeSmallKey(KernelKey):
         )
         return (
             f"{self.kernel} {self.arch} {self.codebook} K={rates} {self.padded_hidden}x{self.width} "
-            f"E={self.num_experts} top {self.top_k} {self.activation.kind} {self.x_dtype} "
+            f"E<={self.max_experts} top {self.top_k} {self.activation.kind} {self.x_dtype} "
             f"{self.arithmetic} {'direct' if self.direct else f'rows {self.group_rows}'}"
         )
+
+
+def expert_class(experts: int) -> int:
+    """The smallest class of a number of experts.
+
+    Raises:
+        KernelUnsupportedError: if there are more experts than kernels have counters for.
+    """
+    for size in EXPERT_CLASSES:
+        if 0 < experts <= size:
+            return size
+    raise KernelUnsupportedError(f"{experts} experts: few-token kernels take 1 to {EXPERT_CLASSES[-1]}")
 
 
 def scratch_parts(key: MoeSmallKey) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from trellis_format.activations import Activation
 from trellis_format.extent import TrellisExtent
 from trellis_format.source import Projection, TrellisSource
-from trellis_kernels.cute.moe_key import MoeSmallKey
+from trellis_kernels.cute.moe_key import MoeSmallKey, expert_class
 from trellis_kernels.cute.moe_tilings import Shape, choose
 from trellis_kernels.errors import KernelUnsupportedError
 
@@ -83,7 +83,7 @@ def plan_moe_small(
         hidden=geometry.hidden_size,
         padded_hidden=geometry.padded_hidden_size,
         width=share.width,
-        num_experts=geometry.num_experts,
+        max_experts=expert_class(geometry.num_experts),
         top_k=top_k,
         gated=geometry.gated,
         up_rates=tuple(sorted({rate for row in rates for rate in row[:-1]})),
@@ -99,6 +99,7 @@ def plan_moe_small(
         id_bytes=id_bytes,
         arithmetic=arithmetic,
         row_columns=choice.row_columns,
+        direct=choice.direct,
         up=choice.up,
         down=choice.down,
     )

@@ -110,6 +110,7 @@ def _group(
     g_map: Int64,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     factor: Float32,
     descriptors: Int64,
     scratch: Int64,
@@ -123,19 +124,19 @@ def _group(
 ):
     """Counting sort of the routes by expert, by one block."""
     part = scratch_at(scratch, max_tokens, key)
-    routing = Ids(ids, g_map, map_length, map_bytes, key)
+    routing = Ids(ids, g_map, map_length, map_bytes, experts, key)
     lane = thread & 31
     warp = thread >> 5
-    each = -(-key.num_experts // ROUTE_THREADS)
+    each = -(-key.max_experts // ROUTE_THREADS)
     linears = key.projections + 1
     places = []
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
-        known = Int64(cutlass.min(expert, key.num_experts - 1))
+        known = Int64(cutlass.min(expert, experts - 1))
         for linear in cutlass.range_constexpr(linears):
             place = descriptors + (known * linears + linear) * DESCRIPTOR_BYTES
             places.append(gpu.load_words(place, 4))
-        if expert < key.num_experts:
+        if expert < experts:
             gpu.store_shared_int(s_counts + expert * 4, Int32(0))
     cute.arch.sync_threads()
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
@@ -147,7 +148,7 @@ def _group(
     own_groups = Int32(0)
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
-        if expert < key.num_experts:
+        if expert < experts:
             count = gpu.load_shared_int(s_counts + expert * 4)
             own_routes = own_routes + count
             own_groups = own_groups + (count + key.group_rows - 1) // key.group_rows
@@ -165,7 +166,7 @@ def _group(
         group = group + before * gpu.load_shared_int(s_warps + other * 8 + 4)
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
-        if expert < key.num_experts:
+        if expert < experts:
             count = gpu.load_shared_int(s_counts + expert * 4)
             gpu.store_shared_int(s_cursors + expert * 4, first_slot)
             groups = (count + key.group_rows - 1) // key.group_rows
@@ -260,13 +261,14 @@ def _clear_token(
     g_map: Int64,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     out: Int64,
     token: Int32,
     lane: Int32,
     key: Constexpr,
 ):
     """Zeros for a token that no expert serves."""
-    if Ids(ids, g_map, map_length, map_bytes, key).live(token) == 0:
+    if Ids(ids, g_map, map_length, map_bytes, experts, key).live(token) == 0:
         row = Int64(token) * key.hidden
         for channel in cutlass.range(lane, key.hidden, 32, unroll=1):
             if cutlass.const_expr(key.out_dtype == "float32"):
@@ -283,6 +285,7 @@ def route_kernel(
     g_map: Int64,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     factor: Float32,
     descriptors: Int64,
     scales: Int64,
@@ -297,8 +300,8 @@ def route_kernel(
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
-    s_counts = smem.allocate_array(Int32, key.num_experts, byte_alignment=16).toint()
-    s_cursors = smem.allocate_array(Int32, key.num_experts, byte_alignment=16).toint()
+    s_counts = smem.allocate_array(Int32, key.max_experts, byte_alignment=16).toint()
+    s_cursors = smem.allocate_array(Int32, key.max_experts, byte_alignment=16).toint()
     s_warps = smem.allocate_array(Int32, 2 * _WARPS, byte_alignment=16).toint()
     part = scratch_at(scratch, max_tokens, key)
     if cutlass.const_expr(key.overlaps):
@@ -311,6 +314,7 @@ def route_kernel(
             g_map,
             map_length,
             map_bytes,
+            experts,
             factor,
             descriptors,
             scratch,
@@ -324,7 +328,7 @@ def route_kernel(
         )
     else:
         lane = thread & 31
-        routing = Ids(ids, g_map, map_length, map_bytes, key)
+        routing = Ids(ids, g_map, map_length, map_bytes, experts, key)
         counters = max_tokens * counters_per_token(key)
         for index in cutlass.range(
             (block - 1) * ROUTE_THREADS + thread, counters, (blocks - 1) * ROUTE_THREADS, unroll=1
@@ -347,7 +351,7 @@ def route_kernel(
                         token = row // key.top_k
                         _rotate_row(x, scales, scratch, max_tokens, token, expert, row, which, s_warps, thread, key)
             for token in cutlass.range(warp, tokens, (blocks - 1) * _WARPS, unroll=1):
-                _clear_token(ids, g_map, map_length, map_bytes, out, token, lane, key)
+                _clear_token(ids, g_map, map_length, map_bytes, experts, out, token, lane, key)
         else:
             for task in cutlass.range(warp, tasks + tokens, (blocks - 1) * _WARPS, unroll=1):
                 if task < tasks:
@@ -360,4 +364,4 @@ def route_kernel(
                         if expert >= 0:
                             _rotate(x, scales, part, row // key.top_k, expert, row, hidden_block, lane, key)
                 else:
-                    _clear_token(ids, g_map, map_length, map_bytes, out, task - tasks, lane, key)
+                    _clear_token(ids, g_map, map_length, map_bytes, experts, out, task - tasks, lane, key)

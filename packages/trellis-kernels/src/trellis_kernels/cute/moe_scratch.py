@@ -112,6 +112,7 @@ class Ids:
         g_map: address of the local expert of each id.
         map_length: ids that there are.
         map_bytes: of a value of the map, 0 for none.
+        experts: local experts.
         key: the kernels.
     """
 
@@ -119,6 +120,7 @@ class Ids:
     g_map: Int64
     map_length: Int32
     map_bytes: Int32
+    experts: Int32
     key: MoeSmallKey
 
     def load(self, route: Int32) -> Int32:
@@ -126,7 +128,7 @@ class Ids:
         key = self.key
         words = gpu.load_words(self.ids + Int64(route) * key.id_bytes, key.id_bytes // 4)
         high = words[-1] if key.id_bytes == 8 else Uint32(0)
-        return gpu.local_id(words[0], high, self.g_map, self.map_length, self.map_bytes, key.num_experts)
+        return gpu.local_id(words[0], high, self.g_map, self.map_length, self.map_bytes, self.experts)
 
     def live(self, token: Int32) -> Uint32:
         """A bit for each slot of a token that has an expert."""

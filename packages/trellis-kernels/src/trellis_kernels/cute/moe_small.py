@@ -25,7 +25,7 @@ from trellis_kernels.cute.decode import table_address
 from trellis_kernels.cute.moe_direct_down import direct_down_bytes, direct_down_kernel
 from trellis_kernels.cute.moe_direct_up import direct_up_bytes, direct_up_kernel
 from trellis_kernels.cute.moe_down import down_kernel, down_shared_bytes
-from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scratch_nbytes
+from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, expert_class, scratch_nbytes
 from trellis_kernels.cute.moe_route import ROUTE_THREADS, route_blocks, route_kernel
 from trellis_kernels.cute.moe_up import up_kernel, up_shared_bytes
 from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
@@ -38,7 +38,8 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 _SHARED_PER_SM_KIB = 228
 _ALIGNMENT = 16  # bytes, of x and out
 _MOST_GRID_Y = 65535
-_ADDRESSES, _INTEGERS = 15, 6  # arguments of the compiled function
+_FULL_THREADS = 768  # of an SM whose threads have 80 registers each
+_ADDRESSES, _INTEGERS = 15, 7  # arguments of the compiled function
 
 
 def _carveout(shared_bytes: int, resident: int) -> int:
@@ -47,9 +48,10 @@ def _carveout(shared_bytes: int, resident: int) -> int:
     return min(100, -(-need * 100 // (_SHARED_PER_SM_KIB * 1024)))
 
 
-def _occupancy(tiling: Tiling, shared_bytes: int) -> dict[str, int]:
+def _occupancy(tiling: Tiling, threads: int, shared_bytes: int) -> dict[str, int]:
+    """Options of a launch: room for the resident blocks, or where there need be none for as many as fill an SM."""
     if tiling.resident == 1:
-        return {}
+        return {"preferred_smem_carveout": _carveout(shared_bytes, max(_FULL_THREADS // threads, 1))}
     return {
         "min_blocks_per_mp": tiling.resident,
         "preferred_smem_carveout": _carveout(shared_bytes, tiling.resident),
@@ -79,6 +81,7 @@ def _host(
     blocks: Int32,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     factor: Float32,
     key: Constexpr,
     stream: cuda.CUstream,
@@ -86,13 +89,13 @@ def _host(
     if cutlass.const_expr(key.direct):
         _launch_direct(
             x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
-            up_bias, down_bias, out, scratch, tokens, max_tokens, map_length, map_bytes, factor, key, stream,
+            up_bias, down_bias, out, scratch, tokens, max_tokens, map_length, map_bytes, experts, factor, key, stream,
         )  # fmt: skip
     else:
         _launch_grouped(
             x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
-            up_bias, down_bias, out, scratch, tokens, max_tokens, groups, blocks, map_length, map_bytes, factor, key,
-            stream,
+            up_bias, down_bias, out, scratch, tokens, max_tokens, groups, blocks, map_length, map_bytes, experts,
+            factor, key, stream,
         )  # fmt: skip
 
 
@@ -117,28 +120,30 @@ def _launch_direct(
     max_tokens: Int32,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     factor: Float32,
     key: Constexpr,
     stream: cuda.CUstream,
 ):
     direct_up_kernel(
-        x, ids, g_map, map_length, map_bytes, descriptors, words, g_table, input_scales, scratch, tokens, max_tokens, key,
+        x, ids, g_map, map_length, map_bytes, experts, descriptors, words, g_table, input_scales, scratch, tokens,
+        max_tokens, key,
     ).launch(
         grid=[key.width // BLOCK // key.up.blocks * key.up.split, tokens * key.top_k, 1],
         block=[key.threads("up"), 1, 1],
         stream=stream,
         use_pdl=key.overlaps,
-        **_occupancy(key.up, direct_up_bytes(key)),
+        **_occupancy(key.up, key.threads("up"), direct_up_bytes(key)),
     )  # fmt: skip
     direct_down_kernel(
-        ids, weights, g_map, map_length, map_bytes, factor, descriptors, words, g_table, middle_scales, gate_bias,
-        up_bias, output_scales, down_bias, out, scratch, max_tokens, key,
+        ids, weights, g_map, map_length, map_bytes, experts, factor, descriptors, words, g_table, middle_scales,
+        gate_bias, up_bias, output_scales, down_bias, out, scratch, max_tokens, key,
     ).launch(
         grid=[key.padded_hidden // BLOCK // key.down.blocks, tokens * key.top_k, 1],
         block=[key.threads("down"), 1, 1],
         stream=stream,
         use_pdl=key.overlaps,
-        **_occupancy(key.down, direct_down_bytes(key)),
+        **_occupancy(key.down, key.threads("down"), direct_down_bytes(key)),
     )  # fmt: skip
 
 
@@ -165,12 +170,13 @@ def _launch_grouped(
     blocks: Int32,
     map_length: Int32,
     map_bytes: Int32,
+    experts: Int32,
     factor: Float32,
     key: Constexpr,
     stream: cuda.CUstream,
 ):
     route_kernel(
-        x, ids, weights, g_map, map_length, map_bytes, factor, descriptors, input_scales, out, scratch, tokens,
+        x, ids, weights, g_map, map_length, map_bytes, experts, factor, descriptors, input_scales, out, scratch, tokens,
         max_tokens, key,
     ).launch(grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps)  # fmt: skip
     up_kernel(words, g_table, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
@@ -178,14 +184,14 @@ def _launch_grouped(
         block=[key.threads("up"), 1, 1],
         stream=stream,
         use_pdl=key.overlaps,
-        **_occupancy(key.up, up_shared_bytes(key)),
+        **_occupancy(key.up, key.threads("up"), up_shared_bytes(key)),
     )
     down_kernel(words, g_table, output_scales, down_bias, out, scratch, max_tokens, key).launch(
         grid=[key.padded_hidden // BLOCK // key.down.blocks * key.down.split, groups, 1],
         block=[key.threads("down"), 1, 1],
         stream=stream,
         use_pdl=key.overlaps,
-        **_occupancy(key.down, down_shared_bytes(key)),
+        **_occupancy(key.down, key.threads("down"), down_shared_bytes(key)),
     )
 
 
@@ -197,8 +203,8 @@ def build(key: MoeSmallKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of 15 addresses, tokens, capacity, groups, blocks, length and value bytes of the map, factor and a
-        stream.
+        A callable of 15 addresses, tokens, capacity, groups, blocks, length and value bytes of the map, experts,
+        factor and a stream.
     """
     return cute.compile(
         _host,
@@ -218,7 +224,7 @@ def load(key: MoeSmallKey) -> None:
 
 
 _X, _IDS, _WEIGHTS, _MAP, _FIXED, _OUT = 0, 1, 2, 3, 4, 13
-_TOKENS, _CAPACITY, _GROUPS, _BLOCKS, _MAP_LENGTH, _MAP_BYTES, _FACTOR, _STREAM = range(
+_TOKENS, _CAPACITY, _GROUPS, _BLOCKS, _MAP_LENGTH, _MAP_BYTES, _EXPERTS, _FACTOR, _STREAM = range(
     _ADDRESSES, _ADDRESSES + _INTEGERS + 2
 )
 _KINDS = ("address",) * _ADDRESSES + ("int",) * _INTEGERS + ("float",)
@@ -256,6 +262,7 @@ class MoeSmall:
         _check_experts(experts, key)
         _check_scratch(experts, key, max_tokens, scratch)
         self.key, self.max_tokens = key, max_tokens
+        self._experts = experts.source.geometry.num_experts
         self._kept = (experts, scratch) if keep else None
         self._device = experts.codes.device
         self._dtypes = (_DTYPES[key.x_dtype], _DTYPES[key.out_dtype], _DTYPES[key.weight_dtype])
@@ -273,6 +280,7 @@ class MoeSmall:
             self._call.set(_FIXED + index, address)
         self._call.set(_OUT + 1, scratch.data_ptr())
         self._call.set(_CAPACITY, max_tokens)
+        self._call.set(_EXPERTS, self._experts)
 
     def __call__(
         self,
@@ -310,10 +318,10 @@ class MoeSmall:
         for index, tensor in ((_X, x), (_IDS, topk_ids), (_WEIGHTS, topk_weights), (_OUT, out)):
             call.set(index, tensor.data_ptr())
         call.set(_TOKENS, tokens)
-        call.set(_GROUPS, self.key.most_groups(tokens))
+        call.set(_GROUPS, self.key.most_groups(tokens, self._experts))
         call.set(_BLOCKS, route_blocks(self.key, tokens))
         call.set(_MAP, 0 if expert_map is None else expert_map.data_ptr())
-        call.set(_MAP_LENGTH, self.key.num_experts if expert_map is None else expert_map.numel())
+        call.set(_MAP_LENGTH, self._experts if expert_map is None else expert_map.numel())
         call.set(_MAP_BYTES, 0 if expert_map is None else expert_map.element_size())
         call.set(_FACTOR, factor)
         call.set(_STREAM, torch.cuda.current_stream(self._device).cuda_stream)
@@ -416,7 +424,7 @@ def _check_experts(experts: PreparedExperts, key: MoeSmallKey) -> None:
         "hidden": geometry.hidden_size,
         "padded_hidden": geometry.padded_hidden_size,
         "width": experts.extent.width,
-        "num_experts": geometry.num_experts,
+        "max_experts": expert_class(geometry.num_experts),
         "gated": geometry.gated,
         "shared_inputs": source.shared_input_scales,
         "joint_inputs": source.joint_input_scales,

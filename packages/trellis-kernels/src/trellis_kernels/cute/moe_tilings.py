@@ -43,15 +43,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choice:
-    """Tilings of up and down, and the most products with one decoded weight."""
+    """Tilings of up and down, the most products with one decoded weight, and whether routes are not grouped."""
 
     up: Tiling
     down: Tiling
-    row_columns: int
+    row_columns: int = 1
+    direct: bool = False
 
 
-def _ring(slices: int, resident: int, split: int = 1, blocks: int = 1) -> Tiling:
-    return Tiling(blocks=blocks, slices=slices, split=split, stages=3, resident=resident, in_shared=True)
+def _ring(slices: int = 2, *, split: int = 1, blocks: int = 1, stages: int = 3) -> Tiling:
+    return Tiling(blocks=blocks, slices=slices, split=split, stages=stages, resident=1, in_shared=True)
 
 
 _WIDE = Tiling(blocks=2, slices=1, resident=4)
@@ -59,37 +60,39 @@ _SMALL = Tiling(slices=2, resident=4)
 
 _MEASURED: dict[Shape, dict[int, Choice]] = {
     Shape("sm_90a", "bytes", "mul1", 4096, 1408, 128, 8): {
-        1: Choice(Tiling(split=3), Tiling(slices=4), 1),
-        8: Choice(_ring(2, 3), _ring(2, 5), 1),
-        32: Choice(_ring(1, 5), _WIDE, 2),
+        1: Choice(_ring(split=3), _ring(4, blocks=2), direct=True),
+        8: Choice(_ring(), _ring()),
+        32: Choice(_ring(), _ring()),
     },
     Shape("sm_90a", "exact", "mul1", 4096, 1408, 128, 8): {
-        8: Choice(Tiling(), _SMALL, 1),
-        128: Choice(Tiling(), _ring(2, 5), 2),
+        8: Choice(_ring(), _ring()),
+        128: Choice(_ring(), _ring(), 2),
     },
     Shape("sm_90a", "bytes", "mul1", 2048, 768, 128, 8): {
-        1: Choice(Tiling(split=5), Tiling(slices=4), 1),
-        8: Choice(_ring(1, 5, split=3), _SMALL, 2),
-        32: Choice(_ring(2, 3), _ring(2, 5), 2),
+        1: Choice(Tiling(split=5, resident=1), Tiling(slices=4, resident=1), direct=True),
+        8: Choice(_ring(1, split=3), _ring()),
+        32: Choice(_ring(), _ring()),
     },
     Shape("sm_90a", "exact", "mul1", 2048, 768, 128, 8): {
-        128: Choice(Tiling(), _ring(2, 5), 2),
+        128: Choice(_ring(), _ring(), 2),
     },
     Shape("sm_90a", "exact", "mcg", 2048, 768, 128, 8): {
-        1: Choice(Tiling(split=5), Tiling(slices=4), 2),
-        8: Choice(_ring(1, 5, split=3), _ring(2, 5), 2),
-        32: Choice(_ring(1, 5), _ring(2, 5), 2),
-        128: Choice(_ring(2, 3), _ring(2, 5), 2),
+        1: Choice(_ring(split=5, stages=4), _ring(4), direct=True),
+        8: Choice(_ring(1, split=3), _ring()),
+        32: Choice(_ring(1), _ring()),
+        128: Choice(_ring(), _ring(), 2),
     },
     Shape("sm_90a", "exact", "mcg", 7168, 256, 256, 8): {
-        1: Choice(Tiling(split=16), Tiling(blocks=2, slices=2), 1),
-        8: Choice(_ring(1, 5, split=7), _WIDE, 2),
-        32: Choice(Tiling(), _WIDE, 2),
-        128: Choice(Tiling(), _WIDE, 2),
+        1: Choice(_ring(split=16), _ring(blocks=2), direct=True),
+        8: Choice(_ring(1, split=7), _ring(1, blocks=2)),
+        32: Choice(_ring(), _ring(1, blocks=2)),
+        128: Choice(_ring(), _ring(1, blocks=2)),
     },
 }
 _RING_ARCHS = ("sm_90a", "sm_100a")  # with 227 KiB for a thread block, which rings of every rate fit
 _NEAR = 2.0  # a measurement serves token counts within this factor
+_MOST_DIRECT = 2  # tokens whose routes share too few experts for groups to pay
+_COLUMN_ROWS = {"exact": 4.0, "bytes": 2.0}  # of an average expert, above which two products share a decoded weight
 
 
 def choose(shape: Shape, *, max_tokens: int, multiprocessors: int) -> Choice:
@@ -111,19 +114,21 @@ def _by_rule(shape: Shape, max_tokens: int, multiprocessors: int) -> Choice:
     rows = max_tokens * shape.top_k / shape.num_experts  # of an expert, if all were hit alike
     hit = 1 - (1 - min(shape.top_k / shape.num_experts, 1.0)) ** max_tokens
     units = shape.num_experts * hit * (shape.width / BLOCK)
-    columns = 1 if rows <= (1 if shape.arithmetic == "bytes" else 3) else 2
     up_steps, down_steps = shape.padded_hidden // STEP_CHANNELS, shape.width // STEP_CHANNELS
-    wave = max(round(2 * multiprocessors / units), 1)  # thread blocks that share a unit, for two on every SM
-    split = min(wave, max(up_steps // (2 * _LEAST_STEPS), 1))
+    most_split = max(up_steps // (2 * _LEAST_STEPS), 1)
+    has_rings = shape.arch in _RING_ARCHS
     is_narrow = down_steps < 2 * _LEAST_STEPS and shape.padded_hidden // BLOCK % 2 == 0
-    if max_tokens < 4 and split > 1:
-        # one wave that never fills the device: as many warps as fit on what there is
-        is_deep = down_steps >= 4 * _LEAST_STEPS
-        down = Tiling(slices=4) if is_deep else Tiling(blocks=2, slices=2) if is_narrow else Tiling()
-        return Choice(Tiling(split=split), down, columns)
-    if shape.arch not in _RING_ARCHS:
-        return Choice(Tiling(split=split), _WIDE if is_narrow else _SMALL, columns)
-    down = _WIDE if is_narrow else _ring(2, 5)
+    if max_tokens <= _MOST_DIRECT:
+        # one wave of two thread blocks an SM for gate and up, as many warps as there is work for down
+        split = min(max(round(2 * multiprocessors / units), 1), most_split, shape.padded_hidden // BLOCK)
+        slices = max(min(down_steps // _LEAST_STEPS, 4), 1)
+        up, down = (_ring(split=split), _ring(slices)) if has_rings else (Tiling(split=split), Tiling(slices=slices))
+        return Choice(up, down, direct=True)
+    columns = 1 if rows <= _COLUMN_ROWS[shape.arithmetic] else 2
+    wave = max(round(2 * multiprocessors / units), 1)  # thread blocks that share a unit, for two on every SM
+    if not has_rings:
+        return Choice(Tiling(split=min(wave, most_split)), _WIDE if is_narrow else _SMALL, columns)
+    down = _ring(1, blocks=2) if is_narrow else _ring()
     if units < 3 * multiprocessors:
-        return Choice(_ring(1, 5, split=min(3 * split, max(up_steps // (2 * _LEAST_STEPS), 1))), down, columns)
-    return Choice(Tiling() if rows > 3 or is_narrow else _ring(2, 3), down, columns)
+        return Choice(_ring(1, split=min(3 * wave, most_split)), down, columns)
+    return Choice(_ring(), down, columns)

@@ -120,14 +120,12 @@ def _finish_rows(
                 strip = place * per_block + projection * _BLOCK_STRIPS
                 sums = load_block_sums(s_sums, row, lane, strip, "up", key)
                 gpu.store_floats(_part_address(part, first_slot + row, split_index, projection, channel, key), sums)
-        gpu.fence_device()
         cute.arch.sync_threads()
         if thread == 0:
             counter = part.up_arrivals + Int64(group * (key.width // BLOCK) + first_block) * 4
             gpu.store_shared_int(s_last, gpu.add_counter(counter, Int32(1)))
         cute.arch.sync_threads()
         is_last = Int32(gpu.load_shared_int(s_last) == key.up.split - 1)
-        gpu.fence_device()
     if is_last == 1:
         for task in cutlass.range(warp, tasks, warps, unroll=1):
             row = task // key.up.blocks
@@ -144,7 +142,6 @@ def _finish_rows(
             _finish(
                 branches, scales, [gate_bias, up_bias], part, expert, first_slot + row, first_block + place, lane, key
             )
-        gpu.fence_device()
         cute.arch.sync_threads()
         ready = part.group_ready + Int64(group) * 4
         if cutlass.const_expr(key.is_bytes):
@@ -152,7 +149,6 @@ def _finish_rows(
                 gpu.store_shared_int(s_last, gpu.add_counter(part.group_arrivals + Int64(group) * 4, Int32(1)))
             cute.arch.sync_threads()
             if gpu.load_shared_int(s_last) == key.width // BLOCK // key.up.blocks - 1:
-                gpu.fence_device()
                 for row in cutlass.range(warp, rows, warps, unroll=1):
                     slot = Int64(first_slot + row)
                     moe_bytes.quantise_row(
@@ -162,7 +158,6 @@ def _finish_rows(
                         key.width,
                         lane,
                     )
-                gpu.fence_device()
                 cute.arch.sync_threads()
                 if thread == 0:
                     gpu.add_counter(ready, Int32(ready_count(key)))

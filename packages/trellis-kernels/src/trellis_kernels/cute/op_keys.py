@@ -11,11 +11,26 @@ from typing import ClassVar
 from trellis_format.activations import ACTIVATIONS
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.cute.keys import VALUE_BYTES, KernelKey
-from trellis_kernels.errors import KernelValueError
+from trellis_kernels.errors import KernelUnsupportedError, KernelValueError
 
-__all__ = ["ActivateKey", "PackKey", "ReduceKey", "RotateKey", "op_keys"]
+__all__ = [
+    "PACK_STEPS",
+    "ActivateKey",
+    "PackKey",
+    "ReduceKey",
+    "RotateKey",
+    "op_keys",
+    "pack_class",
+    "pack_tile_routes",
+    "pack_tiles",
+    "pack_warps",
+]
 
 _BLOCKS = (HADAMARD_BLOCK, 4 * HADAMARD_BLOCK)
+_WARP_THREADS = 32
+
+PACK_STEPS = 8
+"""Routes of a thread of route packing."""
 
 
 def _check_member(what: str, value: object, known: tuple[object, ...] | dict[str, int]) -> None:
@@ -122,6 +137,39 @@ class PackKey(KernelKey):
     def __str__(self) -> str:
         order = "stable" if self.stable else "unordered"
         return f"{self.kernel} {self.arch} {self.stage} E<={self.max_experts} {order}"
+
+
+def pack_class(num_experts: int) -> int:
+    """The smallest class of route packing that has counters for that many experts.
+
+    Raises:
+        KernelUnsupportedError: if none has.
+    """
+    for size in PackKey.EXPERT_CLASSES:
+        if size >= num_experts:
+            return size
+    raise KernelUnsupportedError(
+        f"kernels pack routes of at most {PackKey.EXPERT_CLASSES[-1]} experts, got {num_experts}"
+    )
+
+
+def pack_warps(max_experts: int) -> int:
+    """Warps of a thread block of route packing, so that a counter for each warp and expert fits 32 KiB."""
+    return 8 if max_experts <= 1024 else 2
+
+
+def pack_tile_routes(max_experts: int) -> int:
+    """Routes of a tile of route packing."""
+    return pack_warps(max_experts) * _WARP_THREADS * PACK_STEPS
+
+
+def pack_tiles(routes: int, num_experts: int) -> int:
+    """Tiles that routes are packed in; packing them takes a 4-byte counter for each tile and expert besides.
+
+    Raises:
+        KernelUnsupportedError: if there are too many experts.
+    """
+    return max(-(-routes // pack_tile_routes(pack_class(num_experts))), 1)
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,28 @@ from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda
+from trellis_kernels.cute.op_keys import ReduceKey
 from trellis_kernels.cute.prefill_key import (
+    ENGINES,
     ENTRY_WORDS,
-    PrefillGemmKey,
+    THREAD_BLOCKS_MOST,
+    GemmKey,
     PrefillImageKey,
     PrefillReduceKey,
     PrefillScheduleKey,
     block_capacity,
+    engine_of,
 )
-from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, ROW_GROUP
+from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_CHANNELS, ROW_GROUP
 from trellis_kernels.errors import KernelValueError
 from trellis_kernels.routes import PackedRoutes
 
 __all__ = [
     "Blocks",
     "Window",
+    "add_rows",
+    "clear_sums",
+    "copy_sums",
     "down_rows",
     "grouped_gemm",
     "join_rows",
@@ -97,6 +104,10 @@ def _arch(device: torch.device) -> str:
     return arch_of_device(device.index).name
 
 
+def _engine(device: torch.device) -> str:
+    return engine_of(_arch(device))
+
+
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -113,6 +124,8 @@ def make_blocks(
     window: Window,
     entries: torch.Tensor,
     count: torch.Tensor,
+    *,
+    engine: str | None = None,
 ) -> Blocks:
     """Cut the segments of a window into row blocks, on the current stream.
 
@@ -123,18 +136,20 @@ def make_blocks(
         window: the slots.
         entries: `[block_capacity(slots, experts), 4] int32`, written as far as `count` says.
         count: `[1] int32`, written.
+        engine: what will multiply them, one of `ENGINES`; None is the device's own.
 
     Returns:
         The blocks, which hold `entries` and `count`.
     """
     experts = banks[0].num_experts
-    most = block_capacity(window.slots, experts)
+    block_rows = ENGINES[engine or _engine(entries.device)].block_rows
+    most = block_capacity(window.slots, experts, block_rows)
     if entries.shape[0] < most:
         raise KernelValueError(
             f"{window.slots} slots of {experts} experts need {most} row blocks, got {entries.shape[0]}"
         )
     _launch(
-        PrefillScheduleKey(_arch(entries.device)),
+        PrefillScheduleKey(_arch(entries.device), block_rows),
         entries.device,
         routes.expert_counts.data_ptr(),
         routes.expert_offsets.data_ptr(),
@@ -195,11 +210,12 @@ def make_image(
         scales[0].shape[0] if scales else 1,
         scales[0].stride(0) if scales else 0,
         routes.block_rows,
+        torch.cuda.get_device_properties(x.device).multi_processor_count,
     )
 
 
 def _gemm(
-    key: PrefillGemmKey,
+    key: GemmKey,
     banks: tuple[CodeBank, ...],
     images: tuple[torch.Tensor, ...],
     blocks: Blocks,
@@ -208,9 +224,12 @@ def _gemm(
     scales: tuple[torch.Tensor | None, ...],
     input_scales: torch.Tensor | None,
     biases: tuple[torch.Tensor | None, ...],
+    *,
+    stash: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     device = images[0].device
-    column_blocks = banks[0].n // 128
     _launch(
         key,
         device,
@@ -228,14 +247,18 @@ def _gemm(
         _address(input_scales),
         _address(biases[0]),
         _address(biases[-1]),
+        _address(stash),
+        _address(weights),
         images[0].shape[1],
         out.shape[1],
         _pitch(scales[0]),
         _pitch(input_scales),
         _pitch(biases[0] if biases[0] is not None else biases[-1]),
         banks[0].k // PANEL_CHANNELS,
-        column_blocks,
-        torch.cuda.get_device_properties(device).multi_processor_count,
+        banks[0].n // BLOCK_CHANNELS,
+        1 if weights is None else weights.shape[1],
+        min(torch.cuda.get_device_properties(device).multi_processor_count, THREAD_BLOCKS_MOST),
+        factor,
     )
 
 
@@ -249,6 +272,8 @@ def join_rows(
     biases: tuple[torch.Tensor | None, ...],
     input_scales: torch.Tensor,
     activation: Activation,
+    stash: torch.Tensor | None,
+    engine: str | None = None,
     out: torch.Tensor,
 ) -> None:
     """Gate and up in one pass, rotated out, activated, and rotated into the basis of down.
@@ -262,18 +287,19 @@ def join_rows(
         biases: as scales, or None.
         input_scales: `[1 or experts, intermediate] float16`, the input vector of down.
         activation: the law.
+        stash: `[STASH_NBYTES] uint8`, written, where the law has a gate; else None.
+        engine: as the blocks were made for.
         out: `[intermediate / 64, window slots, 64] float16`, rows of live slots written.
     """
-    key = PrefillGemmKey(
+    key = ENGINES[engine or _engine(out.device)](
         arch=_arch(out.device),
         codebook=banks[0].codebook,
         half_bits=blocks.half_bits,
         epilogue="join",
         activation=activation,
-        joint_inputs=activation.gated and len(images) == 1,
         biased=tuple(bias is not None for bias in biases),
     )
-    _gemm(key, banks, images, blocks, routes, out, scales, input_scales, biases)
+    _gemm(key, banks, images, blocks, routes, out, scales, input_scales, biases, stash=stash)
 
 
 def down_rows(
@@ -284,6 +310,7 @@ def down_rows(
     *,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
+    engine: str | None = None,
     out: torch.Tensor,
 ) -> None:
     """Down, rotated out, scaled and biased, to the row of each route.
@@ -295,9 +322,10 @@ def down_rows(
         routes: packed routes.
         scales: `[1 or experts, channels] float16`, output vectors.
         bias: as scales, or None.
+        engine: as the blocks were made for.
         out: `[routes, channels]` float16 or float32, rows of the window's routes written.
     """
-    key = PrefillGemmKey(
+    key = ENGINES[engine or _engine(out.device)](
         arch=_arch(out.device),
         codebook=bank.codebook,
         half_bits=blocks.half_bits,
@@ -306,6 +334,64 @@ def down_rows(
         out_dtype=DTYPE_NAMES[out.dtype],
     )
     _gemm(key, (bank,), (image,), blocks, routes, out, (scales,), None, (bias,))
+
+
+def add_rows(
+    bank: CodeBank,
+    image: torch.Tensor,
+    blocks: Blocks,
+    routes: PackedRoutes,
+    *,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    factor: float,
+    dtype: torch.dtype,
+    engine: str | None = None,
+    out: torch.Tensor,
+) -> None:
+    """Down, rotated out, scaled, biased and weighted, each term rounded and added to its token's row in any order.
+
+    Args:
+        bank: down.
+        image: `[intermediate / 64, window slots, 64] float16`.
+        blocks: row blocks for the rate of `bank`.
+        routes: packed routes.
+        scales: `[1 or experts, channels] float16`, output vectors.
+        bias: as scales, or None.
+        weights: `[tokens, top_k]`, float16, bfloat16 or float32, contiguous.
+        factor: multiplies every weight.
+        dtype: float16 or bfloat16, which terms are rounded to.
+        engine: as the blocks were made for.
+        out: `[tokens, channels] float32`, added to.
+    """
+    key = ENGINES[engine or _engine(out.device)](
+        arch=_arch(out.device),
+        codebook=bank.codebook,
+        half_bits=blocks.half_bits,
+        epilogue="add",
+        biased=(bias is not None,),
+        out_dtype=DTYPE_NAMES[dtype],
+        weight_dtype=DTYPE_NAMES[weights.dtype],
+    )
+    _gemm(key, (bank,), (image,), blocks, routes, out, (scales,), None, (bias,), weights=weights, factor=factor)
+
+
+def clear_sums(sums: torch.Tensor, tokens: int) -> None:
+    """Zero the first rows of `[at least tokens, channels] float32`, contiguous, channels a multiple of 8."""
+    _atomic_stage(ReduceKey(_arch(sums.device), "zero", "float32", "float32", True), sums, tokens, None)
+
+
+def copy_sums(sums: torch.Tensor, out: torch.Tensor) -> None:
+    """Round the first rows and channels of `[tokens or more, padded channels] float32` to `[tokens, channels]`."""
+    key = ReduceKey(_arch(sums.device), "copy", "float32", DTYPE_NAMES[out.dtype], True)
+    _atomic_stage(key, sums, out.shape[0], out)
+
+
+def _atomic_stage(key: ReduceKey, sums: torch.Tensor, tokens: int, out: torch.Tensor | None) -> None:
+    width = sums.shape[1] if out is None else out.shape[1]
+    pitches = (0, 0, sums.stride(0), 0 if out is None else out.stride(0))
+    _launch(key, sums.device, 0, 0, sums.data_ptr(), _address(out), tokens, 1, width, *pitches, 1.0)
 
 
 def sum_rows(
@@ -325,7 +411,7 @@ def sum_rows(
         topk_ids: `[tokens, top_k] int32 or int64`, as they were packed.
         topk_weights: `[tokens, top_k]`, float16, bfloat16 or float32.
         num_experts: experts that the rank holds.
-        expert_map: as it was packed with, or None.
+        expert_map: `[global experts] int32 or int64` that they were packed with, or None.
         factor: multiplies every weight.
         out: `[tokens, channels]`, float32, float16 or bfloat16, channels a multiple of 8; written whole.
     """
@@ -344,6 +430,7 @@ def sum_rows(
         top_k,
         num_experts,
         0 if expert_map is None else expert_map.numel(),
+        0 if expert_map is None else expert_map.element_size(),
         rows.shape[1],
         out.shape[1],
         topk_ids.element_size(),
@@ -366,12 +453,11 @@ def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: 
         return out
     image = torch.empty(bank.k // PANEL_CHANNELS, window.slots, PANEL_CHANNELS, dtype=torch.float16, device=a.device)
     make_image(a, routes, (), (image,), window, route_count=a.shape[0], routes_per_row=1)
-    entries = torch.empty(
-        block_capacity(window.slots, bank.num_experts), ENTRY_WORDS, dtype=torch.int32, device=a.device
-    )
+    most = block_capacity(window.slots, bank.num_experts, ENGINES[_engine(a.device)].block_rows)
+    entries = torch.empty(most, ENTRY_WORDS, dtype=torch.int32, device=a.device)
     count = torch.empty(1, dtype=torch.int32, device=a.device)
     for half_bits in rate_pairs((bank,)):
         blocks = make_blocks(routes, (bank,), half_bits, window, entries, count)
-        key = PrefillGemmKey(_arch(a.device), bank.codebook, half_bits)
+        key = ENGINES[_engine(a.device)](_arch(a.device), bank.codebook, half_bits)
         _gemm(key, (bank,), (image,), blocks, routes, out, (None,), None, (None,))
     return out

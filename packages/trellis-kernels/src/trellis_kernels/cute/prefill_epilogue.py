@@ -2,13 +2,16 @@
 
 It must not know codes, pipelines or routing beyond the route of a packed row.
 
-Sums lie in registers by the fragments of `wgmma`: a lane has four channels of a row.  32 rows at a time, a warpgroup
-butterflies those, writes them to shared memory, and reads them back with one row and 32 channels in each lane, where
-the other five butterflies are register additions.  Everything is fp32.  Staged channels lie in the order
+Sums lie in registers by the fragments of a matrix product: of each token row that a lane has, it holds the two channels
+that differ in bit 3, and warps 0 to 3 and 4 to 7 hold channels of different bit 0.  A pass of rows at a time, all warps
+butterfly bit 3 and write their sums to shared memory; then a lane reads one row's 64 channels of one value of bit 3,
+and the other six butterflies are register additions.  Those channels are eight runs of eight, which are 16 bytes of a
+float16 row and also a piece of an image; lanes 16 apart have the halves of each 32 bytes.  Everything is fp32.  Staged
+channels lie in the order
 
-    place  64 c + 32 h + ((8 w + g) ^ 16 h)         of output channel 32 w + 16 (g // 4) + 2 (g % 4) + c + 8 h
+    place  64 h + 32 c + 8 w + g                    of output channel 32 w + 16 (g // 4) + 2 (g % 4) + c + 8 h
 
-in which neither side has a bank conflict, apart from a two-way one where whole rows are read.
+in which neither side has a bank conflict.
 """
 
 from __future__ import annotations
@@ -22,41 +25,45 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute import moe_math, wgmma
-from trellis_kernels.cute.prefill_key import ROW_UNIT
+from trellis_kernels.cute import moe_math, primitives, wgmma
+from trellis_kernels.cute import values as rounding
+from trellis_kernels.cute.keys import VALUE_BYTES
+from trellis_kernels.cute.prefill_key import INFO_HEADER_BYTES, ROW_UNIT, GemmKey, info_table
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, ROW_GROUP
 
-__all__ = ["finish_join", "finish_rows"]
+__all__ = ["fill_tables", "finish_join", "finish_rows", "stash_sums"]
 
 _PITCH = (BLOCK_CHANNELS + 4) * 4  # bytes between staged rows
 _NORM = 1.0 / math.sqrt(HADAMARD_BLOCK)
-_LANE_CHANNELS = 32  # of a row, in one lane
-_BOTH_GROUPS = 3  # named barrier of both warpgroups; 1 and 2 are each one's own
+_HALF_CHANNELS = BLOCK_CHANNELS // 2
+_HALF_BYTES = _HALF_CHANNELS * 4
+_THREADS = 256
+_WARP_ROWS = 16  # of a pass
+_RUNS = 8
+_RUN = 8  # channels
+_TABLE_BYTES = BLOCK_CHANNELS * 4
+_TABLE_THREADS = BLOCK_CHANNELS // 2
+_HALF_LANES = 16
+_BLOCK_BYTES = BLOCK_CHANNELS * 2  # of a float16 row
+_STASH_BYTES = 16  # that a thread stores at once
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
 
 
-def _sync_group(group: Int32) -> None:
-    cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-
-
-def _sync_both() -> None:
-    cute.arch.barrier(barrier_id=_BOTH_GROUPS, number_of_threads=256)
+def _sync() -> None:
+    cute.arch.barrier(barrier_id=1, number_of_threads=_THREADS)
 
 
 def _this_thread() -> tuple[Int32, Int32, Int32]:
-    """Warpgroup, its warp, and lane."""
+    """Thread of both warpgroups, its warp, and lane."""
     thread = wgmma.thread_index()
-    warp = cute.arch.make_warp_uniform(thread >> 5)
-    return warp >> 2, warp & 3, thread & 31
+    return thread, cute.arch.make_warp_uniform(thread >> 5), thread & 31
 
 
-def _staged_lane(warp: Int32, lane: Int32) -> list[Int32]:
-    """Bytes to this lane's first staged sum, for half 0 and 1."""
-    place = 8 * warp + (lane >> 2)
-    row = (lane & 3) * (2 * _PITCH)
-    return [row + place * 4, row + (32 + (place ^ 16)) * 4]
+def _staged_lane(warp: Int32, lane: Int32) -> Int32:
+    """Bytes to this lane's first staged sum; `warp` is that of both warpgroups."""
+    return (lane & 3) * (2 * _PITCH) + (8 * warp + (lane >> 2)) * 4
 
 
 def _butterfly(values: list[Any], bits: int) -> list[Any]:
@@ -70,266 +77,289 @@ def _butterfly(values: list[Any], bits: int) -> list[Any]:
     return values
 
 
-def _stage_sums(sums: Any, s_lane: list[Int32], rotate: bool) -> None:
-    """Write 32 rows of a warpgroup's sums; `sums(column, index)` is sum `index` of the fragment of that unit."""
+def _stage_unit(sums: Any, s_lane: Int32, unit: int, rotate: bool) -> None:
+    """Write 32 rows of this lane's sums; `sums(index)` is sum `index` of that unit."""
     for eight in range(ROW_UNIT // 8):
         for odd in range(2):
-            values = [sums(place // 2, 4 * eight + 2 * (place % 2) + odd) for place in range(4)]  # place = 2 c + h
+            low, high = sums(4 * eight + odd), sums(4 * eight + 2 + odd)
             if rotate:
-                values = _butterfly(values, 2)
-            row = (8 * eight + odd) * _PITCH
-            for place, value in enumerate(values):
-                gpu.store_shared_floats(s_lane[place % 2] + row + (place // 2) * 256, [value])
+                low, high = low + high, low - high
+            s_row = s_lane + (ROW_UNIT * unit + 8 * eight + odd) * _PITCH
+            gpu.store_shared_floats(s_row, [low])
+            gpu.store_shared_floats(s_row + _HALF_BYTES, [high])
 
 
-def _lane_row(s_sums: Int32, warp: Int32, lane: Int32) -> list[Int32]:
-    """Addresses of the lower and upper 16 channels of the row and quarter that this lane reads: row `lane`."""
-    half = warp & 1
-    base = s_sums + lane * _PITCH + warp * 128
-    return [base + half * 64, base + 64 - half * 64]
+def _lane_row(s_sums: Int32, warp: Int32, lane: Int32) -> Int32:
+    """Address of the 64 channels that this lane reads."""
+    return s_sums + (_WARP_ROWS * warp + (lane & (_HALF_LANES - 1))) * _PITCH + (lane >> 4) * _HALF_BYTES
 
 
-def _read_row(s_row: list[Int32]) -> list[Float32]:
-    return [
-        value
-        for part in range(2)
-        for first in range(0, 16, 4)
-        for value in gpu.load_shared_floats(s_row[part] + first * 4, 4)
-    ]
+def _reads(rows: Int32, first_row: Int32, warp: Int32, key: GemmKey) -> Boolean:
+    """Whether a warp has rows of a pass."""
+    return Boolean(rows > first_row) & Boolean(warp < key.pass_rows // _WARP_ROWS)
 
 
-def _write_row(s_row: list[Int32], values: list[Float32]) -> None:
-    for part in range(2):
-        for first in range(0, 16, 4):
-            gpu.store_shared_floats(s_row[part] + first * 4, values[16 * part + first : 16 * part + first + 4])
+def _read_row(s_row: Int32) -> list[Float32]:
+    return [value for first in range(0, _HALF_CHANNELS, 4) for value in gpu.load_shared_floats(s_row + first * 4, 4)]
 
 
-def _row_part(s_sums: Int32, warp: Int32, lane: Int32) -> Int32:
-    """Address of channels 4 lane to 4 lane + 3 of row 8 warp: two pairs of places, one for each c."""
-    half = (lane >> 1) & 1
-    place = (8 * (lane >> 3) + 4 * ((lane >> 2) & 1) + 2 * (lane & 1)) ^ (16 * half)
-    return s_sums + (8 * warp) * _PITCH + (32 * half + place) * 4
-
-
-def _read_part(s_part: Int32, row: int) -> list[Float32]:
-    """Four consecutive channels, `row` rows further."""
-    even = gpu.load_shared_floats(s_part + row * _PITCH, 2)
-    odd = gpu.load_shared_floats(s_part + (row * _PITCH + 256), 2)
-    return [even[0], odd[0], even[1], odd[1]]
+def _run_place(run: int, index: int) -> int:
+    """Where channel `index` of run `run` lies among a lane's 64 values: channel 16 run + 8 h + index."""
+    return 32 * (index & 1) + 4 * run + (index >> 1)
 
 
 def _scaled(values: list[Float32], s_factors: Int32, s_addends: Int32 | None = None) -> list[Float32]:
-    """A lane's 32 values times 32 that the whole warp shares, plus 32 more."""
-    result: list[Float32] = []
-    for first in range(0, _LANE_CHANNELS, 4):
-        part = values[first : first + 4]
-        factors = gpu.load_shared_floats(s_factors + first * 4, 4)
-        if s_addends is None:
-            result += [a * b for a, b in zip(part, factors, strict=True)]
-        else:
-            addends = gpu.load_shared_floats(s_addends + first * 4, 4)
-            result += [gpu.fma(a, b, c) for a, b, c in zip(part, factors, addends, strict=True)]
+    """A lane's 64 values times those of a table, plus those of another."""
+    result = list(values)
+    for run in range(_RUNS):
+        for first in range(0, _RUN, 4):
+            offset = (_RUN * run + first) * 4
+            factors = gpu.load_shared_floats(s_factors + offset, 4)
+            addends = [] if s_addends is None else gpu.load_shared_floats(s_addends + offset, 4)
+            for index, factor in enumerate(factors):
+                place = _run_place(run, first + index)
+                product = (
+                    values[place] * factor if s_addends is None else gpu.fma(values[place], factor, addends[index])
+                )
+                result[place] = product
     return result
 
 
-def _scale_pairs(words: list[Any]) -> list[Float32]:
-    return [value for word in words for value in gpu.floats_from(word, "float16")]
+def _rotated_in(values: list[Float32], lane: Int32) -> list[Float32]:
+    """The unnormalised transform of a row over this lane and the one 16 away."""
+    sign = Float32(1 - 2 * (lane >> 4))
+    return [gpu.fma(value, sign, gpu.lane_swap(value, _HALF_LANES)) for value in _butterfly(values, 6)]
+
+
+def _store_image(
+    values: list[Float32], out: Int64, block: Int32, slot: Int32, out_rows: Int32, half: Int32, live: Boolean
+) -> None:
+    """Write a lane's 64 values, rounded to fp16, to the pieces of its half of both panels of a row."""
+    swizzle = slot & (ROW_GROUP - 1)
+    for panel in range(2):
+        g_row = out + (Int64(2 * block + panel) * Int64(out_rows) + Int64(slot)) * PANEL_ROW_BYTES
+        for i in range(4):
+            pairs = [[values[_run_place(4 * panel + t, 2 * i + j)] for j in range(2)] for t in range(4)]
+            words = [gpu.pack_halves(*pair) for pair in pairs]
+            gpu.store_words(g_row + Int64(((2 * i + half) ^ swizzle) * PIECE_BYTES), words, live)
+
+
+def _channels(values: list[Float32], run: int) -> list[Float32]:
+    """The eight channels of a run, in order."""
+    return [values[_run_place(run, index)] for index in range(_RUN)]
+
+
+def _stage_halves(values: list[Float32], s_row: Int32, half: Int32) -> None:
+    """Write a lane's 64 values as fp16, in order, over the fp32 row that its lane and the one 16 away have read."""
+    for run in range(_RUNS):
+        channels = _channels(values, run)
+        words = [gpu.pack_halves(channels[index], channels[index + 1]) for index in range(0, _RUN, 2)]
+        gpu.store_shared_words(s_row + (16 * run + _RUN * half) * 2, words)
+
+
+def _write_halves(s_rows: Int32, s_routes: Int32, g_block: Int64, row_bytes: Int64, live: Int32, lane: Int32) -> None:
+    """Write a warp's first `live` of 16 fp16 rows of a block from shared memory, two whole rows at a time.
+
+    Rows go to the rows of their routes; `g_block` is the block's place in the first of them.
+    """
+    piece = (lane & 15) * PIECE_BYTES
+    for first in range(0, _WARP_ROWS, 2):
+        row = first + (lane >> 4)
+        inside = cutlass.min(row, live - 1)
+        route = gpu.load_shared_int(s_routes + inside * 4)
+        words = primitives.load_shared(s_rows + row * _PITCH + piece, 4)
+        g_row = g_block + Int64(route) * row_bytes + Int64(piece)
+        gpu.store_words(g_row, words, Boolean(row < live))
+
+
+def _store_floats(values: list[Float32], g_row: Int64, half: Int32, live: Boolean) -> None:
+    """Write a lane's 64 values to a row of fp32 values."""
+    for run in range(_RUNS):
+        channels = _channels(values, run)
+        for first in (0, 4):
+            g_four = g_row + Int64((16 * run + _RUN * half + first) * 4)
+            gpu.store_floats(g_four, channels[first : first + 4], live)
+
+
+@cute.jit
+def fill_tables(s_info: Int32, s_tables: Int32, first_bias: Int64, last_bias: Int64, key: Constexpr):
+    """Widen a block's fp16 tables to fp32 in the order of lanes; scales also take the norm of a rotation.
+
+    The order is channel 16 run + 8 half + index at place 64 half + 8 run + index.  A bias that is not given is zeros.
+    """
+    thread, _, _ = _this_thread()
+    pair = thread & (_TABLE_THREADS - 1)
+    place = 64 * ((pair >> 2) & 1) + 8 * (pair >> 3) + 2 * (pair & 3)
+    scales = key.scale_tables
+    for index in cutlass.range_constexpr(key.tables):
+        if (thread >> 6) == (index & 3):
+            word = primitives.load_shared(s_info + info_table(index) + pair * 4, 1)[0]
+            values = gpu.floats_from(word, "float16")
+            if cutlass.const_expr(index < scales):
+                values = [value * Float32(_NORM) for value in values]
+            else:
+                given = Int32((first_bias, last_bias)[index - scales] != 0)
+                values = [wgmma.pick(given, Float32(0.0), value) for value in values]
+            gpu.store_shared_floats(s_tables + (index * _TABLE_BYTES + place * 4), values)
+
+
+def _weighted(values: list[Float32], weight: Float32, dtype: str) -> list[Float32]:
+    """Values times a route's weight, rounded to a dtype."""
+    return [rounding.rounded(value * weight, dtype) for value in values]
+
+
+@cute.jit
+def _add_row(values: list[Float32], g_row: Int64, half: Int32, live: Boolean, has_vector: Constexpr):
+    """Add a lane's 64 values to a row of fp32 values, in no order among threads."""
+    if live:
+        for run in cutlass.range_constexpr(_RUNS):
+            for first in cutlass.range_constexpr(0, _RUN, 4):
+                four = [values[_run_place(run, first + index)] for index in range(4)]
+                rounding.accumulate(g_row + Int64((16 * run + _RUN * half + first) * 4), four, has_vector)
 
 
 @cute.jit
 def finish_rows(
     r_sums: cute.Tensor,
-    s_work: Int32,
+    s_sums: Int32,
+    s_tables: Int32,
+    s_info: Int32,
     out: Int64,
-    routes: Int64,
-    scales: Int64,
-    bias: Int64,
-    expert: Int32,
-    first_slot: Int32,
-    rows: Int32,
-    column_block: Int32,
     blocks: Int32,
-    scale_pitch: Int32,
-    bias_pitch: Int32,
+    weights: Int64,
+    top_k: Int32,
+    factor: Float32,
     key: Constexpr,
 ):
-    """Write a warpgroup's block of a row block to the routes' rows, rotated out for `down`."""
-    group, warp, lane = _this_thread()
-    block = 2 * column_block + group
-    rotated = key.epilogue == "down"
-    value_bytes = 2 if key.out_dtype == "float16" else 4
-    s_sums = s_work + group * key.sum_bytes
-    s_lane = [s_sums + offset for offset in _staged_lane(warp, lane)]
-    s_row = _lane_row(s_sums, warp, lane)
-    channel = cutlass.min(block, blocks - 1) * BLOCK_CHANNELS + 4 * lane
-    factors = [Float32(1.0)] * 4
-    addends = [Float32(0.0)] * 4
-    if cutlass.const_expr(rotated):
-        g_scales = scales + (Int64(expert) * Int64(scale_pitch) + Int64(channel)) * 2
-        factors = [value * Float32(_NORM) for value in _scale_pairs(gpu.load_words(g_scales, 2))]
-        if cutlass.const_expr(key.biased[0]):
-            g_bias = bias + (Int64(expert) * Int64(bias_pitch) + Int64(channel)) * 2
-            addends = _scale_pairs(gpu.load_words(g_bias, 2))
-    s_read = _row_part(s_sums, warp, lane)
-    width = Int64(blocks * BLOCK_CHANNELS)
-    for unit in cutlass.range_constexpr(4):
-        if rows > ROW_UNIT * unit:
-            _stage_sums(lambda column, index, unit=unit: r_sums[column, 16 * unit + index], s_lane, rotated)
-            _sync_group(group)
-            if cutlass.const_expr(rotated):
-                _write_row(s_row, _butterfly(_read_row(s_row), 5))
-                _sync_group(group)
-            for index in cutlass.range_constexpr(8):
-                row = ROW_UNIT * unit + 8 * warp + index
-                slot = first_slot + cutlass.min(row, rows - 1)
-                route = gpu.load_ints(routes + Int64(slot) * 4, 1)[0]
-                values = _read_part(s_read, index)
+    """Write a tile to the routes' rows, rotated out for `down`; or add it, weighted, to the tokens' rows."""
+    _, warp, lane = _this_thread()
+    place = gpu.load_shared_ints(s_info, 4)
+    block = gpu.load_shared_int(s_info + 16)
+    rows = place[2]
+    half = lane >> 4
+    rotated = key.epilogue != "rows"
+    s_lane = s_sums + _staged_lane(warp, lane)
+    s_scales = s_tables + half * _HALF_BYTES
+    for part in cutlass.range_constexpr(key.block_rows // key.pass_rows):
+        if rows > key.pass_rows * part:
+            for unit in cutlass.range_constexpr(key.pass_rows // ROW_UNIT):
+                if rows > key.pass_rows * part + ROW_UNIT * unit:
+                    first = key.pass_rows // 2 * part + 16 * unit
+                    _stage_unit(lambda index, first=first: r_sums[first + index], s_lane, unit, rotated)
+            _sync()
+            first_row = key.pass_rows * part + _WARP_ROWS * warp
+            if _reads(rows, first_row, warp, key):
+                row = first_row + (lane & (_HALF_LANES - 1))
+                live = Boolean(row < rows)
+                s_routes = s_info + INFO_HEADER_BYTES
+                route = gpu.load_shared_int(s_routes + cutlass.min(row, rows - 1) * 4)
+                s_row = _lane_row(s_sums, warp, lane)
+                weight = factor
+                if cutlass.const_expr(key.epilogue == "add"):
+                    g_weight = weights + Int64(route * VALUE_BYTES[key.weight_dtype])
+                    weight = rounding.load_value(g_weight, key.weight_dtype) * factor
+                values = _read_row(s_row)
                 if cutlass.const_expr(rotated):
-                    values = [gpu.fma(v, f, a) for v, f, a in zip(values, factors, addends, strict=True)]
-                g_out = out + (Int64(route) * width + Int64(channel)) * value_bytes
-                live = Boolean(row < rows) & Boolean(block < blocks)
-                if cutlass.const_expr(value_bytes == 4):
-                    gpu.store_floats(g_out, values, live)
+                    s_bias = s_scales + _TABLE_BYTES if key.biased[0] else None
+                    values = _scaled(_butterfly(values, 6), s_scales, s_bias)
+                if cutlass.const_expr(key.epilogue == "add"):
+                    g_block = (Int64(route // top_k) * Int64(blocks) + Int64(block)) * (BLOCK_CHANNELS * 4)
+                    _add_row(_weighted(values, weight, key.out_dtype), out + g_block, half, live, key.arch != "sm_80")
+                elif cutlass.const_expr(key.out_dtype == "float32"):
+                    g_block = (Int64(route) * Int64(blocks) + Int64(block)) * (BLOCK_CHANNELS * 4)
+                    _store_floats(values, out + g_block, half, live)
                 else:
-                    words = [gpu.pack_halves(values[0], values[1]), gpu.pack_halves(values[2], values[3])]
-                    gpu.store_words(g_out, words, live)
-            _sync_group(group)
+                    cute.arch.sync_warp()  # both lanes of a row have read it
+                    s_halves = s_row - half * _HALF_BYTES
+                    _stage_halves(values, s_halves, half)
+                    cute.arch.sync_warp()
+                    s_first = s_sums + _WARP_ROWS * _PITCH * warp
+                    g_block = out + Int64(block) * _BLOCK_BYTES
+                    row_bytes = Int64(blocks) * _BLOCK_BYTES
+                    _write_halves(s_first, s_routes + first_row * 4, g_block, row_bytes, rows - first_row, lane)
+            _sync()
 
 
-def _fill_table(
-    s_table: Int32, g_table: Int64, expert: Int32, pitch: Int32, block: Int32, factor: float, warp: Int32, lane: Int32
-) -> None:
-    """Write a block's fp16 table entries in staged order, without its exclusive-or, times a factor."""
-    place = 32 * warp + lane
-    g = place & 7
-    channel = 32 * ((place >> 3) & 3) + 16 * (g >> 2) + 2 * (g & 3) + (place >> 6) + 8 * ((place >> 5) & 1)
-    g_value = g_table + (Int64(expert) * Int64(pitch) + Int64(block * BLOCK_CHANNELS + channel)) * 2
-    value = gpu.float_from(gpu.load_half(g_value), "float16", 0)
-    gpu.store_shared_floats(s_table + place * 4, [value * Float32(factor)])
+def stash_sums(r_sums: Any, stash: Int64, thread: Int32, rows: Int32, key: GemmKey) -> None:
+    """Keep this thread's sums of 32-row units that have rows, for `finish_join` of the same thread."""
+    for unit in range(key.block_rows // ROW_UNIT):
+        for four in range(4 * unit, 4 * unit + 4):
+            values = [r_sums[4 * four + index] for index in range(4)]
+            gpu.store_floats(_stashed(stash, thread, four), values, Boolean(rows > ROW_UNIT * unit))
 
 
-def _store_image(
-    s_sums: Int32, out: Int64, panel: Int32, slot: Int32, rows: Int32, row: Int32, out_rows: Int32, warp: Int32,
-    lane: Int32,
-) -> None:  # fmt: skip
-    """Butterfly the last two bits and write 32 rows of an image, rounded to fp16; a lane has a row's fragment i."""
-    inside = 8 * warp + (lane >> 2)
-    i = lane & 3
-    s_read = s_sums + inside * _PITCH
-    pieces: list[list[Any]] = [[None] * 8 for _ in range(4)]  # [2 panel + h][2 t + c]
-    for high in range(2):
-        for t in range(4):
-            # channel bits: 4 and 5 are t, 6 is the panel; bit 4 is g's highest, 5 and 6 the warp
-            index = 8 * ((t >> 1) + 2 * high) + 4 * (t & 1)
-            values = []
-            for place in range(4):  # 2 c + h
-                flip = 16 * (place & 1)
-                offset = 64 * (place >> 1) + 32 * (place & 1) + (index ^ flip)
-                values.append(gpu.load_shared_floats(s_read + (i + offset) * 4, 1)[0])
-            for place, value in enumerate(_butterfly(values, 2)):
-                pieces[2 * high + (place & 1)][2 * t + (place >> 1)] = value
-    image_slot = slot + row + inside
-    swizzle = image_slot & (ROW_GROUP - 1)
-    live = Boolean(row + inside < rows)
-    for index, piece in enumerate(pieces):
-        g_row = out + (Int64(panel + index // 2) * Int64(out_rows) + Int64(image_slot)) * PANEL_ROW_BYTES
-        g_piece = g_row + Int64(((2 * i + index % 2) ^ swizzle) * PIECE_BYTES)
-        gpu.store_words(g_piece, [gpu.pack_halves(piece[2 * t], piece[2 * t + 1]) for t in range(4)], live)
+def _stashed(stash: Int64, thread: Int32, four: int) -> Int64:
+    return stash + Int64(four * _THREADS + thread) * _STASH_BYTES
 
 
 @cute.jit
 def finish_join(
     r_sums: cute.Tensor,
-    s_work: Int32,
+    s_sums: Int32,
+    s_tables: Int32,
+    s_info: Int32,
+    stash: Int64,
     out: Int64,
-    gate_scales: Int64,
-    up_scales: Int64,
-    input_scales: Int64,
-    gate_bias: Int64,
-    up_bias: Int64,
-    expert: Int32,
-    image_slot: Int32,
-    rows: Int32,
-    column_block: Int32,
-    blocks: Int32,
     out_rows: Int32,
-    scale_pitch: Int32,
-    input_scale_pitch: Int32,
-    bias_pitch: Int32,
     key: Constexpr,
 ):
     """Rotate out, scale, activate, scale, rotate in, and write the image of the down projection's rows.
 
-    With a gate, warpgroup 0 has gate and 1 has up of the same channels.  Of each 64 rows each rotates all out, gives
-    the other the half that the other finishes, and finishes its own.
+    The sums are those of up; with a gate, its own were kept by `stash_sums`.
     """
-    group, warp, lane = _this_thread()
-    block = column_block if cutlass.const_expr(key.gated) else 2 * column_block + group
-    inside = cutlass.min(block, blocks - 1)
-    s_tables = s_work + 2 * key.sum_bytes + group * key.table_bytes
-    scales = up_scales if group == 1 else gate_scales
-    bias = up_bias if group == 1 else gate_bias
-    biased = key.biased[0] or key.biased[-1]
-    _fill_table(s_tables, scales, expert, scale_pitch, inside, _NORM, warp, lane)
-    _fill_table(s_tables + 512, input_scales, expert, input_scale_pitch, inside, _NORM, warp, lane)
-    if cutlass.const_expr(biased):
-        if bias != 0:
-            _fill_table(s_tables + 1024, bias, expert, bias_pitch, inside, 1.0, warp, lane)
-        else:  # only the other branch has one
-            gpu.store_shared_floats(s_tables + 1024 + (32 * warp + lane) * 4, [Float32(0.0)])
-    s_scales = s_tables + warp * 128
-    if cutlass.const_expr(key.gated):
-        s_gives = s_work + group * key.sum_bytes
-        s_keeps = s_gives + key.sum_bytes // 2
-        s_takes = s_work + (1 - group) * key.sum_bytes
-        for pair in cutlass.range_constexpr(2):
-            if rows > 2 * ROW_UNIT * pair:
-                low, high = 32 * pair, 32 * pair + 16
-
-                def given(column: int, index: int, low: int = low, high: int = high) -> Float32:
-                    return wgmma.pick(group, r_sums[column, high + index], r_sums[column, low + index])
-
-                def kept(column: int, index: int, low: int = low, high: int = high) -> Float32:
-                    return wgmma.pick(group, r_sums[column, low + index], r_sums[column, high + index])
-
-                _stage_sums(given, [s_gives + offset for offset in _staged_lane(warp, lane)], True)
-                _stage_sums(kept, [s_keeps + offset for offset in _staged_lane(warp, lane)], True)
-                _sync_group(group)
-                s_row = _lane_row(s_gives, warp, lane)
-                _write_row(s_row, _rotate_out(s_row, s_scales, biased))
-                s_row = _lane_row(s_keeps, warp, lane)
-                own = _rotate_out(s_row, s_scales, biased)
-                _sync_both()
-                others = _read_row(_lane_row(s_takes, warp, lane))
-                gate = [wgmma.pick(group, a, b) for a, b in zip(own, others, strict=True)]
-                up = [wgmma.pick(group, b, a) for a, b in zip(own, others, strict=True)]
+    thread, warp, lane = _this_thread()
+    place = gpu.load_shared_ints(s_info, 4)
+    block = gpu.load_shared_int(s_info + 16)
+    rows = place[2]
+    half = lane >> 4
+    s_lane = s_sums + _staged_lane(warp, lane)
+    s_row = _lane_row(s_sums, warp, lane)
+    s_table = s_tables + half * _HALF_BYTES
+    r_gate = cute.make_rmem_tensor(cute.make_layout((_HALF_CHANNELS,)), Float32)
+    for part in cutlass.range_constexpr(key.block_rows // key.pass_rows):
+        if rows > key.pass_rows * part:
+            first_row = key.pass_rows * part + _WARP_ROWS * warp
+            row = first_row + (lane & (_HALF_LANES - 1))
+            if cutlass.const_expr(key.gated):
+                for unit in cutlass.range_constexpr(key.pass_rows // ROW_UNIT):
+                    if rows > key.pass_rows * part + ROW_UNIT * unit:
+                        kept = _load_stashed(stash, thread, key.pass_rows // 8 * part + 4 * unit)
+                        _stage_unit(lambda index, kept=kept: kept[index], s_lane, unit, True)
+                _sync()
+                r_gate.fill(0.0)  # so that no register holds those of the part before
+                if _reads(rows, first_row, warp, key):
+                    _keep(r_gate, _rotated_out(s_row, s_table, 0, key))
+                _sync()
+            for unit in cutlass.range_constexpr(key.pass_rows // ROW_UNIT):
+                if rows > key.pass_rows * part + ROW_UNIT * unit:
+                    first = key.pass_rows // 2 * part + 16 * unit
+                    _stage_unit(lambda index, first=first: r_sums[first + index], s_lane, unit, True)
+            _sync()
+            if _reads(rows, first_row, warp, key):
+                up = _rotated_out(s_row, s_table, key.linears - 1, key)
+                gate = [r_gate[index] for index in range(_HALF_CHANNELS)] if key.gated else None
                 joined = moe_math.activate(gate, up, key.activation)
-                _write_row(s_row, _butterfly(_scaled(joined, s_scales + 512), 5))
-                _sync_both()
-                first = 2 * ROW_UNIT * pair + ROW_UNIT * group
-                _store_image(s_keeps, out, 2 * block, image_slot, rows, first, out_rows, warp, lane)
-                _sync_group(group)
-    else:
-        s_sums = s_work + group * key.sum_bytes
-        s_row = _lane_row(s_sums, warp, lane)
-        live_rows = rows if block < blocks else Int32(0)
-        for unit in cutlass.range_constexpr(4):
-            if rows > ROW_UNIT * unit:
-                _stage_sums(
-                    lambda column, index, unit=unit: r_sums[column, 16 * unit + index],
-                    [s_sums + offset for offset in _staged_lane(warp, lane)],
-                    True,
-                )
-                _sync_group(group)
-                joined = moe_math.activate(None, _rotate_out(s_row, s_scales, biased), key.activation)
-                _write_row(s_row, _butterfly(_scaled(joined, s_scales + 512), 5))
-                _sync_group(group)
-                _store_image(
-                    s_sums, out, 2 * block, image_slot, live_rows, Int32(ROW_UNIT * unit), out_rows, warp, lane
-                )
-                _sync_group(group)
+                values = _rotated_in(_scaled(joined, s_table + key.linears * _TABLE_BYTES), lane)
+                live = Boolean(row < rows)
+                _store_image(values, out, block, place[3] + row, out_rows, half, live)
+            _sync()
 
 
-def _rotate_out(s_row: list[Int32], s_scales: Int32, biased: bool) -> list[Float32]:
-    """The staged row rotated out, scaled and biased; 32 channels of it."""
-    return _scaled(_butterfly(_read_row(s_row), 5), s_scales, s_scales + 1024 if biased else None)
+def _keep(r_kept: Any, values: list[Float32]) -> None:
+    for index, value in enumerate(values):
+        r_kept[index] = value
+
+
+def _load_stashed(stash: Int64, thread: Int32, first: int) -> list[Float32]:
+    """The sums of a 32-row unit."""
+    return [
+        value
+        for four in range(first, first + 4)
+        for value in gpu.load_floats(_stashed(stash, thread, four), 4, bypass_l1=True)
+    ]
+
+
+def _rotated_out(s_row: Int32, s_table: Int32, linear: int, key: GemmKey) -> list[Float32]:
+    """The staged row of a linear rotated out, scaled and biased."""
+    s_bias = s_table + (key.scale_tables + linear) * _TABLE_BYTES if any(key.biased) else None
+    return _scaled(_butterfly(_read_row(s_row), 6), s_table + linear * _TABLE_BYTES, s_bias)

@@ -6,10 +6,10 @@ An image is what the many-row GEMM copies to shared memory as it lies: for each 
 rows, 128 bytes a row, its channels in the order of `prefill_share.channel_order` and its 16-byte pieces in the swizzle
 of `wgmma`.  Rows of one expert follow each other, so a tile of any block of rows is contiguous, and one copy moves it.
 
-A lane has the channels of half z of a panel: 8 neighbouring ones from each 16, four times.  Those give the piece of
-every fragment i, so that rows are read and written 16 bytes at a time.  A block of 128 channels is four lanes, hence a
-rotation is five butterflies in registers and two across lanes.  A warp takes eight rows of one expert, and reads the
-scales once for all of them.
+A warp takes units of 32 rows by 128 channels, a block of the rotation, for one image.  Rows are gathered into its own
+shared memory by asynchronous copies, one unit ahead; a lane then has a whole row of the unit, so that all seven
+butterflies are register additions, and the result goes back to that memory in the image's order, from where it is
+written in whole lines.  Lanes exchange nothing but through shared memory, which has no bank conflict.
 """
 
 from __future__ import annotations
@@ -20,74 +20,135 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute import wgmma
+from trellis_kernels.cute import primitives, wgmma
 from trellis_kernels.cute.keys import VALUE_BYTES
-from trellis_kernels.cute.prefill_key import PrefillImageKey
-from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, ROW_GROUP
+from trellis_kernels.cute.prefill_key import GEMM_ARCH, LEAST_SHARED_LIMIT, PrefillImageKey
+from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, PIECES, ROW_GROUP
 from trellis_kernels.cute.window import LANES
 
 __all__ = ["build"]
 
-_WARPS = 4
-_RESIDENT = 3  # thread blocks on an SM, which hold registers to 168
-_LANE_CHANNELS = 32
-_WARP_CHANNELS = LANES * _LANE_CHANNELS
+_ROWS = LANES  # of a unit
+_GROUPS = _ROWS // ROW_GROUP
+_BUFFERS = 2
 _NORM = 1.0 / math.sqrt(HADAMARD_BLOCK)
+_PANELS = HADAMARD_BLOCK // PANEL_CHANNELS
+_PANEL_BYTES = _ROWS * PANEL_ROW_BYTES
+_SCALE_BYTES = HADAMARD_BLOCK * 2  # of one expert
+_FACTOR_BYTES = HADAMARD_BLOCK * 4
+
+
+def row_pitch(dtype: str) -> int:
+    """Bytes between the rows of a unit in shared memory."""
+    return HADAMARD_BLOCK * VALUE_BYTES[dtype] + PIECE_BYTES
+
+
+def warps(key: PrefillImageKey) -> tuple[int, int]:
+    """Warps of a thread block, and thread blocks on an SM, that shared memory suffices for."""
+    if key.arch == GEMM_ARCH:
+        return 5, (1 if key.in_dtype == "float32" else 2)
+    return min(4, LEAST_SHARED_LIMIT // warp_bytes(key)), 1
+
+
+def warp_bytes(key: PrefillImageKey) -> int:
+    """Shared memory of a warp: rows and scales of two units, and the factors of one."""
+    group = _BUFFERS * _SCALE_BYTES + _FACTOR_BYTES if key.images else 0
+    return _BUFFERS * _ROWS * row_pitch(key.in_dtype) + _GROUPS * group
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
 
 
-def _load_scales(address: Int64) -> list[Any]:
-    """A lane's channels as fp16 pairs: pair 4 t + i is channels 16 t + 2 i and the next, past its first."""
-    return [word for t in range(4) for word in gpu.load_words(address + 32 * t, 4)]
+def _copy_rows(
+    s_rows: Int32, x: Int64, source: Int32, pitch: Int32, channel: Int32, width: Int32, lane: Int32, dtype: str
+) -> None:
+    """Start copying a unit's rows; lane r holds the row of x that is row r; channels from the width on are zeros."""
+    pieces = HADAMARD_BLOCK * VALUE_BYTES[dtype] // PIECE_BYTES  # of a row: 16 or 32
+    piece_channels = PIECE_BYTES // VALUE_BYTES[dtype]
+    rows_at_once = LANES // pieces
+    piece = lane & (pieces - 1)
+    inside = channel + piece * piece_channels
+    nbytes = Int32(inside < width) * PIECE_BYTES
+    g_column = x + Int64(inside * Int32(inside < width)) * VALUE_BYTES[dtype]
+    for first in range(0, _ROWS, rows_at_once):
+        row = first + lane // pieces
+        g_row = g_column + Int64(cute.arch.shuffle_sync(source, row)) * Int64(pitch * VALUE_BYTES[dtype])
+        wgmma.copy_or_zero(s_rows + row * row_pitch(dtype) + piece * PIECE_BYTES, g_row, nbytes)
 
 
-def _load_row(g_row: Int64, channel: Int32, width: Int32, dtype: str) -> list[Any]:
-    """A lane's channels as words: 8 channels for each t; anything beyond the width."""
-    words = []
-    for t in range(4):
-        place = channel + 16 * t
-        g_eight = g_row + Int64(place * Int32(place < width) * VALUE_BYTES[dtype])
-        for part in range(VALUE_BYTES[dtype] // 2):
-            words += gpu.load_words(g_eight + 16 * part, 4, read_only=False)
-    return words
+def _copy_scales(s_scales: Int32, scales: Int64, table_row: Int32, pitch: Int32, channel: Int32, lane: Int32) -> None:
+    """Start copying the scales of a unit's four groups of rows; lane r holds the table row of row r."""
+    pieces = _SCALE_BYTES // PIECE_BYTES
+    piece = lane & (pieces - 1)
+    for first in range(0, _GROUPS, LANES // pieces):
+        group = first + lane // pieces
+        row = cute.arch.shuffle_sync(table_row, group * ROW_GROUP)
+        g_piece = scales + (Int64(row) * Int64(pitch) + Int64(channel)) * 2 + piece * PIECE_BYTES
+        wgmma.copy_or_zero(s_scales + group * _SCALE_BYTES + piece * PIECE_BYTES, g_piece, Int32(PIECE_BYTES))
 
 
-def _row_values(words: list[Any], channel: Int32, width: Int32, dtype: str) -> list[Float32]:
-    """Words to values: value 8 t + 2 i + j is channel 16 t + 2 i + j past the lane's first; zero beyond the width."""
+def _widen_scales(s_scales: Int32, s_factors: Int32, lane: Int32) -> None:
+    """Write a unit's scales times the norm as fp32; a lane has 16 of one group."""
+    for first in range(2):
+        words = primitives.load_shared(s_scales + lane * 32 + first * PIECE_BYTES, 4)
+        values = [value * Float32(_NORM) for word in words for value in gpu.floats_from(word, "float16")]
+        for part in range(2):
+            s_four = s_factors + lane * 64 + first * 32 + part * 16
+            gpu.store_shared_floats(s_four, values[4 * part : 4 * part + 4])
+
+
+def _load_row(s_row: Int32, dtype: str) -> list[Uint32]:
+    """A lane's row of 128 channels, as words."""
+    size = HADAMARD_BLOCK * VALUE_BYTES[dtype]
+    return [word for first in range(0, size, PIECE_BYTES) for word in primitives.load_shared(s_row + first, 4)]
+
+
+def _values(words: list[Uint32], dtype: str) -> list[Float32]:
+    """Words to the values of 128 channels."""
     if dtype == "float32":
-        values = [gpu.float_from(word, dtype, 0) for word in words]
-    else:
-        values = [value for word in words for value in gpu.floats_from(word, dtype)]
-    return [gpu.choose(Int32(channel + 16 * (index // 8) < width) - 1, value) for index, value in enumerate(values)]
+        return [gpu.float_from(word, dtype, 0) for word in words]
+    return [value for word in words for value in gpu.floats_from(word, dtype)]
 
 
-def _rotate(values: list[Float32], lane: Int32) -> list[Float32]:
-    """The normalised transform over the 128 channels of four neighbouring lanes.
-
-    The lowest bit of a lane is half z, the next the panel.
-    """
-    for bit in range(5):
+def _rotated(values: list[Float32], s_factors: Int32) -> list[Float32]:
+    """128 values times a group's factors, rotated."""
+    factors = [
+        value for first in range(0, HADAMARD_BLOCK, 4) for value in gpu.load_shared_floats(s_factors + first * 4, 4)
+    ]
+    values = [a * b for a, b in zip(values, factors, strict=True)]
+    for bit in range(7):
         half = 1 << bit
         values = [
             values[index - half] - value if index & half else value + values[index + half]
             for index, value in enumerate(values)
         ]
-    for distance in (1, 2):
-        sign = Float32(1 - 2 * ((lane // distance) & 1))
-        values = [gpu.fma(value, sign, gpu.lane_swap(value, distance)) for value in values]
-    return [value * Float32(_NORM) for value in values]
+    return values
 
 
-def _store_lane(g_row: Int64, values: list[Float32], half: Int32, swizzle: Int32, live: Boolean) -> None:
-    for i in range(4):
-        words = [gpu.pack_halves(values[8 * t + 2 * i], values[8 * t + 2 * i + 1]) for t in range(4)]
-        gpu.store_words(g_row + Int64(((2 * i + half) ^ swizzle) * PIECE_BYTES), words, live)
+def _stage_image(values: list[Float32], s_image: Int32, row: Int32) -> None:
+    """Write a lane's row, rounded to fp16, to the pieces of both panels of a unit's image in shared memory."""
+    swizzle = row & (ROW_GROUP - 1)
+    for panel in range(_PANELS):
+        for piece in range(PIECES):
+            i, z = divmod(piece, 2)
+            firsts = [PANEL_CHANNELS * panel + 16 * t + 8 * z + 2 * i for t in range(4)]
+            words = [gpu.pack_halves(values[first], values[first + 1]) for first in firsts]
+            s_row = s_image + panel * _PANEL_BYTES + row * PANEL_ROW_BYTES
+            gpu.store_shared_words(s_row + (piece ^ swizzle) * PIECE_BYTES, words)
+
+
+def _write_image(s_image: Int32, g_image: Int64, panel_bytes: Int64, rows: Int32, lane: Int32) -> None:
+    """Write the first `rows` rows of a unit's image from shared memory, four whole rows of a panel at a time."""
+    for panel in range(_PANELS):
+        for first in range(0, _ROWS, LANES // PIECES):
+            offset = first * PANEL_ROW_BYTES + lane * PIECE_BYTES
+            words = primitives.load_shared(s_image + panel * _PANEL_BYTES + offset, 4)
+            live = cutlass.Boolean(first + lane // PIECES < rows)
+            gpu.store_words(g_image + Int64(panel) * panel_bytes + Int64(offset), words, live)
 
 
 @cute.kernel
@@ -114,57 +175,85 @@ def _image_kernel(
     key: Constexpr,
 ):
     thread, _, _ = cute.arch.thread_idx()
-    first_group, chunk, _ = cute.arch.block_idx()
+    thread_block, _, _ = cute.arch.block_idx()
+    thread_blocks, _, _ = cute.arch.grid_dim()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
-    row = (first_group * _WARPS + warp) * ROW_GROUP
-    half = lane & 1
-    panel = chunk * (_WARP_CHANNELS // PANEL_CHANNELS) + lane // 2
-    channel = panel * PANEL_CHANNELS + 8 * half
-    slot = first_slot + row
-    end = cutlass.min(gpu.load_ints(packed_count, 1)[0], first_slot + slots)
-    known = Boolean(channel < channels)
-    channel = cutlass.min(channel, channels - PANEL_CHANNELS + 8 * half)
-    if slot < end:
-        expert = gpu.load_ints(block_experts + Int64(slot // block_rows) * 4, 1)[0]
-        route = gpu.load_ints(routes + Int64(slot + (lane & (ROW_GROUP - 1))) * 4, 1)[0]
-        table_row = expert if scale_rows > 1 else Int32(0)
-        g_scales = (Int64(table_row) * Int64(scale_pitch) + Int64(channel)) * 2
-        for image in cutlass.range_constexpr(max(key.images, 1)):
-            scales = []
+    dtype = key.in_dtype
+    block_warps, _ = warps(key)
+    s_all = cutlass.memory.SmemAllocator().allocate_array(
+        Uint32, block_warps * warp_bytes(key) // 4, byte_alignment=128
+    )
+    s_warp = s_all.toint() + warp * warp_bytes(key)
+    row_bytes = _ROWS * row_pitch(dtype)
+    scale_bytes = _GROUPS * _SCALE_BYTES
+    s_scales = s_warp + _BUFFERS * row_bytes
+    s_factors = s_scales + _BUFFERS * scale_bytes
+    images = max(key.images, 1)
+    end = cutlass.min(gpu.load_ints(packed_count, 1)[0], first_slot + slots) - first_slot
+    blocks = channels // HADAMARD_BLOCK
+    row_units = blocks * images
+    units = (cutlass.max(end, 0) + (_ROWS - 1)) // _ROWS * row_units
+    stride = thread_blocks * block_warps
+    first_unit = thread_block * block_warps + warp
+    # of the unit whose copies start next: each lane's row of x, and the table row of its expert
+    r_next = cute.make_rmem_tensor(cute.make_layout((2,)), Int32)
+    if first_unit < units:
+        source, table_row = _find(
+            first_unit // row_units, end, first_slot, routes, block_experts, routes_per_row, route_count, scale_rows,
+            block_rows, lane,
+        )  # fmt: skip
+        r_next[0] = source
+        r_next[1] = table_row
+    # before the first unit there is a turn that only starts copies
+    for turn in cutlass.range(-1, (units - first_unit + (stride - 1)) // stride, unroll=1):
+        unit = first_unit + turn * stride
+        following = unit + stride
+        if following < units:
+            buffer = (turn + 1) & 1
+            channel = following % row_units // images * HADAMARD_BLOCK
+            _copy_rows(s_warp + buffer * row_bytes, x, r_next[0], x_pitch, channel, width, lane, dtype)
             if cutlass.const_expr(key.images):
-                scales = _load_scales((first_scales, last_scales)[image] + g_scales)
-            g_panel = (first_image, last_image)[image] + (
-                Int64(panel) * Int64(image_rows) + Int64(row)
-            ) * PANEL_ROW_BYTES
-            ahead = _load_row(
-                _row_address(x, x_pitch, route, 0, route_count, routes_per_row, key), channel, width, key.in_dtype
-            )
-            r_ahead = cute.make_rmem_tensor(cute.make_layout((len(ahead),)), Uint32)
-            for place in cutlass.range_constexpr(len(ahead)):
-                r_ahead[place] = ahead[place]
-            for index in cutlass.range(ROW_GROUP, unroll=1):
-                words = [r_ahead[place] for place in range(r_ahead.shape[0])]
-                following = cutlass.min(index + 1, ROW_GROUP - 1)
-                g_row = _row_address(x, x_pitch, route, following, route_count, routes_per_row, key)
-                ahead = _load_row(g_row, channel, width, key.in_dtype)
-                for place in cutlass.range_constexpr(len(words)):
-                    r_ahead[place] = ahead[place]
-                values = _row_values(words, channel, width, key.in_dtype)
-                live = Boolean(cute.arch.shuffle_sync(route, index) < route_count) & known
-                if cutlass.const_expr(key.images):
-                    # widened anew for each row: kept as fp32, the scales would take twice the registers
-                    factors = [value for word in scales for value in gpu.floats_from(wgmma.again(word), "float16")]
-                    values = _rotate([a * b for a, b in zip(values, factors, strict=True)], lane)
-                _store_lane(g_panel + Int64(index * PANEL_ROW_BYTES), values, half, index, live)
+                scales = last_scales if following % images else first_scales
+                _copy_scales(s_scales + buffer * scale_bytes, scales, r_next[1], scale_pitch, channel, lane)
+            source, table_row = _find(
+                (following + stride) // row_units, end, first_slot, routes, block_experts, routes_per_row, route_count,
+                scale_rows, block_rows, lane,
+            )  # fmt: skip
+            r_next[0] = source
+            r_next[1] = table_row
+        gpu.commit_copies()
+        if turn >= 0:
+            gpu.wait_for_copies(1)
+            cute.arch.sync_warp()
+            buffer = turn & 1
+            s_unit = s_warp + buffer * row_bytes
+            values = _values(_load_row(s_unit + lane * row_pitch(dtype), dtype), dtype)
+            if cutlass.const_expr(key.images):
+                _widen_scales(s_scales + buffer * scale_bytes, s_factors, lane)
+            cute.arch.sync_warp()  # every row is in registers, so that the image may lie where the rows did
+            if cutlass.const_expr(key.images):
+                values = _rotated(values, s_factors + lane // ROW_GROUP * _FACTOR_BYTES)
+            _stage_image(values, s_unit, lane)
+            cute.arch.sync_warp()
+            row = unit // row_units * _ROWS
+            panel = unit % row_units // images * _PANELS
+            panel_bytes = Int64(image_rows) * PANEL_ROW_BYTES
+            image = last_image if unit % images else first_image
+            g_image = image + Int64(panel) * panel_bytes + Int64(row) * PANEL_ROW_BYTES
+            _write_image(s_unit, g_image, panel_bytes, slots - row, lane)
+            cute.arch.sync_warp()
 
 
-def _row_address(
-    x: Int64, pitch: Int32, route: Int32, index: Any, route_count: Int32, routes_per_row: Int32, key: PrefillImageKey
-) -> Int64:
-    """The row of x of the route that lane `index` holds; the last row's for padding."""
-    source = cutlass.min(cute.arch.shuffle_sync(route, index), route_count - 1) // routes_per_row
-    return x + Int64(source) * Int64(pitch * VALUE_BYTES[key.in_dtype])
+def _find(
+    row_unit: Int32, end: Int32, first_slot: Int32, routes: Int64, block_experts: Int64,
+    routes_per_row: Int32, route_count: Int32, scale_rows: Int32, block_rows: Int32, lane: Int32,
+) -> tuple[Int32, Int32]:  # fmt: skip
+    """This lane's row of x in a unit, the last one for padding, and the row of its expert in a table of scales."""
+    slot = first_slot + cutlass.min(row_unit * _ROWS + lane, end - 1)
+    route = cutlass.min(gpu.load_ints(routes + Int64(slot) * 4, 1)[0], route_count - 1)
+    expert = gpu.load_ints(block_experts + Int64(slot // block_rows) * 4, 1)[0]
+    return route // routes_per_row, expert * Int32(scale_rows > 1)
 
 
 # ------------------------------------------------------------------------------------------------------ host
@@ -189,19 +278,20 @@ def _image_host(
     scale_rows: Int32,
     scale_pitch: Int32,
     block_rows: Int32,
+    multiprocessors: Int32,
     key: Constexpr,
     stream: cuda.CUstream,
 ):
-    rows_at_once = _WARPS * ROW_GROUP
+    block_warps, resident = warps(key)
     _image_kernel(
         x, first_scales, last_scales, routes, block_experts, packed_count, first_image, last_image, first_slot, slots,
         image_rows, channels, width, x_pitch, routes_per_row, route_count, scale_rows, scale_pitch, block_rows, key,
     ).launch(
-        grid=[(slots + rows_at_once - 1) // rows_at_once, (channels + _WARP_CHANNELS - 1) // _WARP_CHANNELS, 1],
-        block=[_WARPS * LANES, 1, 1],
+        grid=[multiprocessors * resident, 1, 1],
+        block=[block_warps * LANES, 1, 1],
         stream=stream,
-        min_blocks_per_mp=_RESIDENT,
-        preferred_smem_carveout=0,
+        min_blocks_per_mp=resident,
+        preferred_smem_carveout=100,
     )  # fmt: skip
 
 
@@ -213,6 +303,6 @@ def build(key: PrefillImageKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (8 addresses, 11 numbers, stream) in the order of the host function above.
+        A callable of (8 addresses, 12 numbers, stream) in the order of the host function above.
     """
-    return cute.compile(_image_host, *[Int64(0)] * 8, *[Int32(1)] * 11, key, cuda.CUstream(0), options=options)
+    return cute.compile(_image_host, *[Int64(0)] * 8, *[Int32(1)] * 12, key, cuda.CUstream(0), options=options)

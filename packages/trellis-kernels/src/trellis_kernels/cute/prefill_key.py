@@ -14,51 +14,85 @@ from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.codebooks.summed_halves import MCG, ThreeInst
 from trellis_format.rates import Rate
 from trellis_kernels.cute.keys import VALUE_BYTES, KernelKey
-from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, quarter_share
+from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, column_share
 from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
 
 __all__ = [
     "ARITHMETIC_CODEBOOKS",
     "BLOCK_ROWS_MOST",
+    "ENGINES",
     "ENTRY_WORDS",
     "EPILOGUES",
+    "FEEDER_WARPS",
     "GEMM_ARCH",
+    "INFO_HEADER_BYTES",
+    "INFO_TABLE_BYTES",
+    "LEAST_SHARED_LIMIT",
     "ROW_UNIT",
     "SHARED_LIMIT",
+    "STASH_NBYTES",
+    "THREAD_BLOCKS_MOST",
+    "GemmKey",
     "PrefillGemmKey",
     "PrefillImageKey",
+    "PrefillMmaKey",
     "PrefillReduceKey",
     "PrefillScheduleKey",
     "block_capacity",
+    "engine_of",
     "image_nbytes",
+    "info_table",
+    "prefill_keys",
 ]
 
 ARITHMETIC_CODEBOOKS = (ThreeInst.name, MCG.name, Mul1.name)
 """Codebooks whose law takes no table, for which the loop has no shared memory."""
-BLOCK_ROWS_MOST = 128
+BLOCK_ROWS_MOST = 256
 """Token rows of a block: the columns of one `wgmma`."""
 ROW_UNIT = 32
 """Rows in which blocks are cut; the product of a block is that many columns wide at a time."""
+FEEDER_WARPS = 4
+"""Warps beside those that multiply, of which `PrefillGemmKey.feeders` fill stages; registers are handed over between
+whole warpgroups."""
 GEMM_ARCH = "sm_90a"
 """The compile target that has `wgmma`."""
 ENTRY_WORDS = 4
 """32-bit words of a row block: expert, first slot, rows, first row of the image."""
-EPILOGUES = ("rows", "down", "join")
-"""What becomes of the sums: `rows` as they are; `down` rotated out; `join` activated and rotated in."""
+EPILOGUES = ("rows", "down", "add", "join")
+"""What becomes of the sums: `rows` as they are; `down` rotated out; `add` that, weighted, rounded and added to the row
+of the token by atomic additions; `join` activated and rotated in."""
 
 SHARED_LIMIT = 232_448 - 1024
 """Shared memory of a thread block on sm_90, in bytes, without what the system keeps."""
 
 _ALIGNMENT = 1024  # of a row tile, the period of its swizzle
 _BARRIER_BYTES = 16  # of a stage: full and empty
-_MOST_STAGES = 8
 _SUM_PITCH = BLOCK_CHANNELS + 4
-_WARPGROUPS = 2
+_LINEARS = 2
+
+INFO_HEADER_BYTES = 128
+"""Bytes of a tile's place: expert, first slot, rows, first row of the image, block of output channels."""
+INFO_TABLE_BYTES = BLOCK_CHANNELS * 2
+"""Bytes of a block's part of a float16 table."""
+THREAD_BLOCKS_MOST = 144
+"""Thread blocks of a launch: multiprocessors of the largest device that has `wgmma`."""
+LEAST_SHARED_LIMIT = 101_376 - 1024
+"""Shared memory of a thread block on the targets that have the least, in bytes, without what the system keeps."""
+STASH_NBYTES = THREAD_BLOCKS_MOST * BLOCK_ROWS_MOST * BLOCK_CHANNELS * 4
+"""Bytes of the memory in which the sums of gate wait for those of up: a tile of float32 for each thread block."""
+
+_INFO_ROUTES_BYTES = BLOCK_ROWS_MOST * 4
+_INFO_BUFFERS = 2
 
 
-def block_capacity(slots: int, num_experts: int) -> int:
-    """Row blocks that always suffice for that many slots."""
-    return -(-slots // BLOCK_ROWS_MOST) + num_experts
+def info_table(index: int) -> int:
+    """Bytes from the start of a tile's information to its table `index`."""
+    return INFO_HEADER_BYTES + _INFO_ROUTES_BYTES + index * INFO_TABLE_BYTES
+
+
+def block_capacity(slots: int, num_experts: int, block_rows: int = BLOCK_ROWS_MOST) -> int:
+    """Row blocks, of at most so many rows, that always suffice for that many slots."""
+    return -(-slots // block_rows) + num_experts
 
 
 def image_nbytes(slots: int, channels: int) -> int:
@@ -72,18 +106,18 @@ def _check_member(what: str, value: object, known: tuple[object, ...] | dict[str
 
 
 @dataclass(frozen=True)
-class PrefillGemmKey(KernelKey):
-    """The many-row grouped GEMM.
+class _GemmKey(KernelKey):
+    """What both many-row grouped GEMMs are compiled for.
 
     Args:
-        arch: compile target with `wgmma`.
+        arch: compile target.
         codebook: name of the codebook.
         half_bits: the rates as integers 2K: of the one linear, or of gate and up.
         epilogue: one of `EPILOGUES`.
         activation: the law of `join`, else None.
-        joint_inputs: whether gate and up multiply the same rows.
         biased: whether a bias is added where the output rotation ends, by linear.
-        out_dtype: of `rows` and `down`; `join` writes a float16 image.
+        out_dtype: of `rows` and `down`, and what the terms of `add` are rounded to; `join` writes a float16 image.
+        weight_dtype: of the route weights of `add`, else None.
 
     Raises:
         FormatValueError: if the codebook is unknown or a rate not legal for it.
@@ -91,21 +125,25 @@ class PrefillGemmKey(KernelKey):
         KernelTypeError, KernelValueError: if the parts do not fit each other.
     """
 
-    kernel: ClassVar[str] = "prefill_gemm"
-    module: ClassVar[str] = "trellis_kernels.cute.prefill_gemm"
+    block_rows: ClassVar[int]
+    """Most token rows of a block."""
+    pass_rows: ClassVar[int]
+    """Rows whose sums are in shared memory at once."""
+    shared_limit: ClassVar[int]
+    """Shared memory of a thread block, in bytes."""
+    most_stages: ClassVar[int]
+    """Steps in flight where shared memory suffices."""
 
     codebook: str
     half_bits: tuple[int, ...]
     epilogue: str = "rows"
     activation: Activation | None = None
-    joint_inputs: bool = False
     biased: tuple[bool, ...] = (False,)
     out_dtype: str = "float32"
+    weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.arch != GEMM_ARCH:
-            raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not {GEMM_ARCH}")
         for half_bits in self.half_bits:
             get_codebook(self.codebook).check_rate(Rate(half_bits))
         if self.codebook not in ARITHMETIC_CODEBOOKS:
@@ -114,7 +152,9 @@ class PrefillGemmKey(KernelKey):
                 f"without one: {', '.join(ARITHMETIC_CODEBOOKS)}"
             )
         _check_member("epilogue", self.epilogue, EPILOGUES)
-        _check_member("out_dtype", self.out_dtype, {"float16": 2, "float32": 4})
+        adds = self.epilogue == "add"
+        _check_member("out_dtype", self.out_dtype, ("float16", "bfloat16") if adds else ("float16", "float32"))
+        _check_member("weight_dtype", self.weight_dtype, tuple(VALUE_BYTES) if adds else (None,))
         if (self.activation is not None) != (self.epilogue == "join"):
             raise KernelTypeError(
                 f"epilogue {self.epilogue!r} with activation {self.activation!r}: only join takes one"
@@ -127,57 +167,148 @@ class PrefillGemmKey(KernelKey):
 
     @property
     def gated(self) -> bool:
-        """Whether the two warpgroups have a gate and an up block, rather than two blocks of one linear."""
+        """Whether a tile multiplies gate and then up."""
         return self.activation is not None and self.activation.gated
 
     @property
     def rates(self) -> tuple[Rate, Rate]:
-        """The rate of each warpgroup."""
+        """The rate of the first linear and of the last."""
         return Rate(self.half_bits[0]), Rate(self.half_bits[-1])
 
     @property
-    def images(self) -> int:
-        """Images of rows that a step reads."""
-        return 2 if self.gated and not self.joint_inputs else 1
+    def linears(self) -> int:
+        """Linears that a tile multiplies, one after the other."""
+        return _LINEARS if self.gated else 1
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether results go to the rows of routes."""
+        return self.epilogue != "join"
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the first product of a tile overwrites the sums, rather than adding to zeros.
+
+        Sums that are overwritten have their registers through the epilogue before, which others need.
+        """
+        return self.epilogue in ("rows", "down")
+
+    @property
+    def scale_tables(self) -> int:
+        """Tables of scales of a block: those of each linear's outputs, then those of the next linear's inputs."""
+        return {"rows": 0, "down": 1, "add": 1, "join": self.linears + 1}[self.epilogue]
+
+    @property
+    def tables(self) -> int:
+        """Tables of a block: of scales, then the bias of each linear where one has any."""
+        has_bias = any(self.biased) and self.epilogue != "rows"
+        return self.scale_tables + (self.linears if has_bias else 0)
 
     @property
     def row_stage_bytes(self) -> int:
-        """Bytes of a stage's row tiles."""
-        return self.images * BLOCK_ROWS_MOST * PANEL_ROW_BYTES
+        """Bytes of a stage's row tile."""
+        return self.block_rows * PANEL_ROW_BYTES
 
     @property
     def code_stage_bytes(self) -> int:
-        """Bytes of a stage's codes, of both warpgroups."""
-        return sum(quarter_share(rate).step_bytes for rate in self.rates)
+        """Bytes of a stage's codes."""
+        return max(column_share(rate).step_bytes for rate in self.rates)
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a warpgroup's staged sums: 32 rows of 128 channels, twice where branches meet."""
-        return ROW_UNIT * _SUM_PITCH * 4 * (2 if self.gated else 1)
+        """Bytes of the staged sums of `pass_rows` rows."""
+        return self.pass_rows * _SUM_PITCH * 4
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of a warpgroup's tables: output scales, input scales and biases of its 128 channels, fp32."""
-        return (2 + any(self.biased)) * BLOCK_CHANNELS * 4 if self.epilogue == "join" else 0
+        """Bytes of a block's tables as float32."""
+        return self.tables * BLOCK_CHANNELS * 4
+
+    @property
+    def info_bytes(self) -> int:
+        """Bytes of one tile's information."""
+        return info_table(self.tables)
+
+    @property
+    def _work_bytes(self) -> int:
+        return self.sum_bytes + self.table_bytes + _INFO_BUFFERS * (self.info_bytes + _BARRIER_BYTES)
 
     @property
     def stages(self) -> int:
         """Steps in flight."""
-        work = _WARPGROUPS * (self.sum_bytes + self.table_bytes)
         stage = self.row_stage_bytes + self.code_stage_bytes + _BARRIER_BYTES
-        return min(_MOST_STAGES, (SHARED_LIMIT - _ALIGNMENT - work) // stage)
+        return min(self.most_stages, (self.shared_limit - _ALIGNMENT - self._work_bytes) // stage)
+
+    @property
+    def feeders(self) -> int:
+        """Warps that fill steps in turn, a power of two, never more than the stages.
+
+        A warp that fills step p has filled p - feeders, so the use of a stage before that one was given back.  With
+        more warps than stages that says nothing of p - 2 stages, and a wait for p - stages, which knows a phase by its
+        parity alone, would pass two phases early.
+        """
+        return 1 << (min(FEEDER_WARPS, self.stages).bit_length() - 1)
 
     @property
     def dynamic_shared_bytes(self) -> int:
         """Shared memory of a thread block."""
         stage = self.row_stage_bytes + self.code_stage_bytes + _BARRIER_BYTES
-        return self.stages * stage + _WARPGROUPS * (self.sum_bytes + self.table_bytes)
+        return self.stages * stage + self._work_bytes
 
     def __str__(self) -> str:
         rates = "/".join(str(Rate(half_bits)) for half_bits in self.half_bits)
         law = f" {self.activation.kind}" if self.activation else ""
-        images = f" images={self.images}" if self.gated else ""
-        return f"{self.kernel} {self.arch} {self.codebook} K={rates} {self.epilogue}{law}{images} {self.out_dtype}"
+        bias = " biased" if any(self.biased) else ""
+        weights = f" {self.weight_dtype} weights" if self.weight_dtype else ""
+        return (
+            f"{self.kernel} {self.arch} {self.codebook} K={rates} {self.epilogue}{law}{bias}{weights} {self.out_dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class PrefillGemmKey(_GemmKey):
+    """The many-row grouped GEMM by `wgmma`; see `_GemmKey`.
+
+    Raises:
+        KernelValueError: if the target is not `GEMM_ARCH`.
+    """
+
+    kernel: ClassVar[str] = "prefill_gemm"
+    module: ClassVar[str] = "trellis_kernels.cute.prefill_gemm"
+    block_rows: ClassVar[int] = BLOCK_ROWS_MOST
+    pass_rows: ClassVar[int] = 128
+    shared_limit: ClassVar[int] = SHARED_LIMIT
+    most_stages: ClassVar[int] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arch != GEMM_ARCH:
+            raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not {GEMM_ARCH}")
+
+
+@dataclass(frozen=True)
+class PrefillMmaKey(_GemmKey):
+    """The many-row grouped GEMM by `mma.sync`, which every target has; see `_GemmKey`."""
+
+    kernel: ClassVar[str] = "prefill_mma"
+    module: ClassVar[str] = "trellis_kernels.cute.prefill_mma"
+    block_rows: ClassVar[int] = 128
+    pass_rows: ClassVar[int] = 64
+    shared_limit: ClassVar[int] = LEAST_SHARED_LIMIT
+    most_stages: ClassVar[int] = 2
+
+
+GemmKey = PrefillGemmKey | PrefillMmaKey
+"""The many-row grouped GEMM on some target."""
+
+
+ENGINES: dict[str, type[PrefillGemmKey] | type[PrefillMmaKey]] = {"wgmma": PrefillGemmKey, "mma": PrefillMmaKey}
+"""The kinds of many-row grouped GEMM by the instruction that they multiply with."""
+
+
+def engine_of(arch: str) -> str:
+    """The kind of many-row grouped GEMM that a target takes."""
+    return "wgmma" if arch == GEMM_ARCH else "mma"
 
 
 @dataclass(frozen=True)
@@ -238,10 +369,42 @@ class PrefillReduceKey(KernelKey):
 
 @dataclass(frozen=True)
 class PrefillScheduleKey(KernelKey):
-    """The kernel that cuts the segments of packed routes into row blocks."""
+    """The kernel that cuts the segments of packed routes into row blocks.
+
+    Args:
+        arch: compile target.
+        block_rows: most rows of a block, a multiple of 32.
+    """
 
     kernel: ClassVar[str] = "prefill_schedule"
     module: ClassVar[str] = "trellis_kernels.cute.prefill_schedule"
 
+    block_rows: int = BLOCK_ROWS_MOST
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_rows < ROW_UNIT or self.block_rows % ROW_UNIT:
+            raise KernelValueError(f"block_rows {self.block_rows}: must be a positive multiple of {ROW_UNIT}")
+
     def __str__(self) -> str:
-        return f"{self.kernel} {self.arch}"
+        return f"{self.kernel} {self.arch} rows<={self.block_rows}"
+
+
+def prefill_keys(arch: str) -> tuple[KernelKey, ...]:
+    """Specialisations of the many-token kernels that are compiled ahead of time: each epilogue, codebook and kind.
+
+    There is one for every combination of rates, law and biases, which a plan lists and compiles; these stand for them.
+    """
+    gemm = ENGINES[engine_of(arch)]
+    silu, swiglu = Activation("silu"), Activation("swigluoai", 7.0, 1.702, 1.0)
+    return (
+        PrefillScheduleKey(arch, gemm.block_rows),
+        *(PrefillImageKey(arch, dtype, images) for dtype in VALUE_BYTES for images in (0, 1, 2)),
+        *(PrefillReduceKey(arch, "float32", dtype) for dtype in VALUE_BYTES),
+        gemm(arch, Mul1.name, (6,)),
+        gemm(arch, Mul1.name, (6, 6), "join", silu, biased=(False, False)),
+        gemm(arch, MCG.name, (6, 8), "join", swiglu, biased=(True, True)),
+        gemm(arch, Mul1.name, (6,), "down", out_dtype="float16"),
+        gemm(arch, ThreeInst.name, (8,), "down", biased=(True,), out_dtype="float16"),
+        gemm(arch, MCG.name, (6,), "add", out_dtype="bfloat16", weight_dtype="float32"),
+    )

@@ -11,14 +11,25 @@ import itertools
 import torch
 
 from trellis_format.source import Projection
+from trellis_kernels.arguments import check_topk_ids
 from trellis_kernels.bank import code_banks
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute.launch import DTYPE_NAMES
-from trellis_kernels.cute.prefill import Window, down_rows, join_rows, make_blocks, make_image, sum_rows
+from trellis_kernels.cute.prefill import (
+    Window,
+    add_rows,
+    clear_sums,
+    copy_sums,
+    down_rows,
+    join_rows,
+    make_blocks,
+    make_image,
+    sum_rows,
+)
 from trellis_kernels.cute.prefill_key import ENTRY_WORDS
 from trellis_kernels.cute.prefill_plan import SCRATCH_ALIGNMENT, PrefillPlan
 from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, ROW_GROUP
-from trellis_kernels.cute.route_pack import pack_routes
+from trellis_kernels.cute.route_pack import pack_into
 from trellis_kernels.errors import KernelTypeError, KernelValueError
 from trellis_kernels.routes import PackedRoutes
 from trellis_prep import PreparedExperts
@@ -31,8 +42,9 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class PrefillLayer:
     """A layer with its plan and scratch fixed, which launches for any tokens up to the plan's capacity.
 
-    A row's bits depend on its own token, experts and weights alone, not on its place in the batch, on the other rows,
-    or on how the plan cuts the work.  Launches that share a scratch must be ordered by their streams.
+    In an ordered reduction a row's bits depend on its own token, experts and weights alone, not on its place in the
+    batch, on the other rows, or on how the plan cuts the work.  Launches that share a scratch must be ordered by their
+    streams.
 
     Args:
         experts: the layer, on a CUDA device.
@@ -75,7 +87,8 @@ class PrefillLayer:
             topk_ids: `[tokens, top_k] int32 or int64`, contiguous; an id that is no expert of the rank adds nothing.
             topk_weights: `[tokens, top_k]`, the plan's `weight_dtype`, contiguous.
             out: `[tokens, hidden]`, the plan's `out_dtype`, contiguous, 16-byte aligned, written whole.
-            expert_map: `[global experts] int32`, local expert of each global id, -1 for none; None is the identity.
+            expert_map: `[global experts] int32 or int64`, contiguous, local expert of each global id, -1 for none; None
+                is the identity.
             factor: multiplies every router weight.
 
         Returns:
@@ -88,6 +101,9 @@ class PrefillLayer:
         """
         plan = self.plan
         self._check(x, topk_ids, topk_weights, out)
+        check_topk_ids(topk_ids, expert_map)
+        if expert_map is not None and not expert_map.is_contiguous():
+            raise KernelValueError(f"expert_map must be contiguous, got strides {expert_map.stride()}")
         for first in range(0, x.shape[0], plan.chunk_tokens):
             chunk = slice(first, min(first + plan.chunk_tokens, x.shape[0]))
             self._run_chunk(x[chunk], topk_ids[chunk], topk_weights[chunk], out[chunk], expert_map, factor)
@@ -104,14 +120,16 @@ class PrefillLayer:
     ) -> None:
         plan = self.plan
         routes = topk_ids.numel()
-        rows = self._parts["rows"].view(torch.float16).view(-1, plan.padded_hidden)
-        pack_routes(
-            topk_ids, num_experts=plan.num_experts, block_rows=ROW_GROUP, expert_map=expert_map, out=self._packed
-        )
+        if plan.reduction == "atomic":
+            clear_sums(self._sums, x.shape[0])
+        pack_into(topk_ids, self._packed, self._parts["pack_work"].view(torch.int32), expert_map=expert_map)
         for first, slots in plan.windows(routes):
-            self._run_window(x, Window(first, slots), routes, rows)
+            self._run_window(x, Window(first, slots), routes, topk_weights, factor)
+        if plan.reduction == "atomic":
+            copy_sums(self._sums, out)
+            return
         sum_rows(
-            rows,
+            self._rows,
             topk_ids,
             topk_weights,
             num_experts=plan.num_experts,
@@ -120,7 +138,17 @@ class PrefillLayer:
             out=out,
         )
 
-    def _run_window(self, x: torch.Tensor, window: Window, routes: int, rows: torch.Tensor) -> None:
+    @property
+    def _rows(self) -> torch.Tensor:
+        return self._parts["rows"].view(torch.float16).view(-1, self.plan.padded_hidden)
+
+    @property
+    def _sums(self) -> torch.Tensor:
+        return self._parts["sums"].view(torch.float32).view(-1, self.plan.padded_hidden)
+
+    def _run_window(
+        self, x: torch.Tensor, window: Window, routes: int, topk_weights: torch.Tensor, factor: float
+    ) -> None:
         plan, experts, packed = self.plan, self.experts, self._packed
         entries = self._parts["entries"].view(torch.int32).view(-1, ENTRY_WORDS)
         count = self._parts["entry_count"].view(torch.int32)
@@ -131,7 +159,7 @@ class PrefillLayer:
         make_image(x, packed, inputs, images, window, route_count=routes, routes_per_row=plan.top_k)
         names = experts.source.geometry.projections
         for rates in plan.up_rates:
-            blocks = make_blocks(packed, tuple(ups), rates, window, entries, count)
+            blocks = make_blocks(packed, tuple(ups), rates, window, entries, count, engine=plan.engine)
             join_rows(
                 tuple(ups),
                 images,
@@ -141,19 +169,29 @@ class PrefillLayer:
                 biases=tuple(experts.biases.get(name) for name in names[:-1]),
                 input_scales=experts.intermediate_scales[:, len(ups)],
                 activation=plan.activation,
+                stash=self._parts.get("stash"),
+                engine=plan.engine,
                 out=joined,
             )
         for rate in plan.down_rates:
-            blocks = make_blocks(packed, (down,), (rate,), window, entries, count)
-            down_rows(
-                down,
-                joined,
-                blocks,
-                packed,
-                scales=experts.output_scales,
-                bias=experts.biases.get(Projection.DOWN),
-                out=rows,
-            )
+            blocks = make_blocks(packed, (down,), (rate,), window, entries, count, engine=plan.engine)
+            scales, bias = experts.output_scales, experts.biases.get(Projection.DOWN)
+            if plan.reduction == "atomic":
+                add_rows(
+                    down,
+                    joined,
+                    blocks,
+                    packed,
+                    scales=scales,
+                    bias=bias,
+                    weights=topk_weights,
+                    factor=factor,
+                    dtype=_DTYPES[plan.out_dtype],
+                    engine=plan.engine,
+                    out=self._sums,
+                )
+            else:
+                down_rows(down, joined, blocks, packed, scales=scales, bias=bias, engine=plan.engine, out=self._rows)
 
     def _image(self, name: str) -> torch.Tensor:
         return self._parts[name].view(torch.float16).view(-1, self.plan.window_slots, PANEL_CHANNELS)
@@ -163,7 +201,6 @@ class PrefillLayer:
         tokens = x.shape[0] if x.ndim else 0
         check_dtype("x", x, _DTYPES[plan.x_dtype])
         check_dtype("out", out, _DTYPES[plan.out_dtype])
-        check_dtype("topk_ids", topk_ids, torch.int32, torch.int64)
         check_dtype("topk_weights", topk_weights, _DTYPES[plan.weight_dtype])
         named = {"x": x, "out": out, "topk_ids": topk_ids, "topk_weights": topk_weights}
         check_device(device, **named)

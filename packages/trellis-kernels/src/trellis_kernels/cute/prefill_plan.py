@@ -15,27 +15,34 @@ from trellis_format.activations import Activation
 from trellis_format.extent import BLOCK, TrellisExtent
 from trellis_format.source import Projection, TrellisSource
 from trellis_kernels.cute.keys import KernelKey
-from trellis_kernels.cute.op_keys import PackKey
+from trellis_kernels.cute.op_keys import PackKey, ReduceKey, pack_class, pack_tiles
 from trellis_kernels.cute.prefill_key import (
     BLOCK_ROWS_MOST,
+    ENGINES,
     ENTRY_WORDS,
-    PrefillGemmKey,
+    STASH_NBYTES,
+    GemmKey,
     PrefillImageKey,
     PrefillReduceKey,
     PrefillScheduleKey,
     block_capacity,
+    engine_of,
     image_nbytes,
 )
 from trellis_kernels.cute.prefill_share import ROW_GROUP
 from trellis_kernels.errors import KernelUnsupportedError, KernelValueError
 from trellis_kernels.routes import route_capacity
 
-__all__ = ["SCRATCH_ALIGNMENT", "PrefillPlan", "plan_prefill"]
+__all__ = ["REDUCTIONS", "SCRATCH_ALIGNMENT", "PrefillPlan", "plan_prefill"]
+
+REDUCTIONS = ("ordered", "atomic")
+"""How a token's routes are added."""
 
 SCRATCH_ALIGNMENT = 256
 """Bytes that the scratch, and every part of it, starts at a multiple of."""
 
 _LEAST_WINDOW = 4096  # slots; below, the thread blocks of a window do not fill a large device
+_ATOMIC_TOKENS = 8  # up to as many, the ordered sum takes no time that additions could save
 _CHUNK_CHANNELS = 8  # that are read or written at once
 
 
@@ -62,6 +69,9 @@ class PrefillPlan:
         weight_dtype: of the router weights.
         chunk_tokens: tokens that are summed at once.
         window_slots: packed slots whose images exist at once, a multiple of 8.
+        reduction: `ordered`, by slot and with repeated bits, from a row for each route; or `atomic`, in any order and
+            from terms rounded to `out_dtype`, in a row for each token.
+        engine: what multiplies, one of `ENGINES`.
     """
 
     arch: str
@@ -82,11 +92,18 @@ class PrefillPlan:
     weight_dtype: str
     chunk_tokens: int
     window_slots: int
+    reduction: str = "ordered"
+    engine: str = "wgmma"
 
     @property
     def group_rows(self) -> int:
         """Rows that an expert's routes are padded to."""
         return ROW_GROUP
+
+    @property
+    def block_rows(self) -> int:
+        """Most rows that share the decoding of a weight."""
+        return ENGINES[self.engine].block_rows
 
     @property
     def images(self) -> int:
@@ -114,10 +131,13 @@ class PrefillPlan:
         """Bytes of each part of the scratch, in order.
 
         route_indices, block_experts, packed_count, expert_offsets, expert_counts   packed routes, int32
+        pack_work                                                                   counters of packing, int32
         entries, entry_count                                                        row blocks, int32
         image_0, image_1    `[padded hidden / 64, window slots, 64] float16`
+        stash               sums of gate that wait for those of up, float32
         joined              `[width / 64, window slots, 64] float16`
-        rows                `[chunk routes, padded hidden] float16`
+        rows                `[chunk routes, padded hidden] float16`, of an ordered reduction
+        sums                `[chunk tokens, padded hidden] float32`, of an atomic one
         """
         slots = self.chunk_slots
         parts = {
@@ -126,13 +146,19 @@ class PrefillPlan:
             "packed_count": 4,
             "expert_offsets": 4 * (self.num_experts + 1),
             "expert_counts": 4 * self.num_experts,
-            "entries": 4 * ENTRY_WORDS * block_capacity(self.window_slots, self.num_experts),
+            "pack_work": 4 * pack_tiles(self.chunk_routes, self.num_experts) * self.num_experts,
+            "entries": 4 * ENTRY_WORDS * block_capacity(self.window_slots, self.num_experts, self.block_rows),
             "entry_count": 4,
         }
         for index in range(self.images):
             parts[f"image_{index}"] = image_nbytes(self.window_slots, self.padded_hidden)
+        if self.activation.gated:
+            parts["stash"] = STASH_NBYTES
         parts["joined"] = image_nbytes(self.window_slots, self.width)
-        parts["rows"] = self.chunk_routes * self.padded_hidden * 2
+        if self.reduction == "atomic":
+            parts["sums"] = self.chunk_tokens * self.padded_hidden * 4
+        else:
+            parts["rows"] = self.chunk_routes * self.padded_hidden * 2
         return parts
 
     @property
@@ -143,13 +169,13 @@ class PrefillPlan:
     @property
     def keys(self) -> tuple[KernelKey, ...]:
         """Every kernel that a launch may take."""
-        return (*self._pack_keys(), PrefillScheduleKey(self.arch), self.image_key,
+        return (*self._pack_keys(), PrefillScheduleKey(self.arch, self.block_rows), self.image_key,
                 *(self.join_key(rates) for rates in self.up_rates), *(self.down_key(rate) for rate in self.down_rates),
-                self.reduce_key)  # fmt: skip
+                *self.reduce_keys)  # fmt: skip
 
     def _pack_keys(self) -> tuple[KernelKey, ...]:
         smallest = PackKey.EXPERT_CLASSES[0]
-        size = next((size for size in PackKey.EXPERT_CLASSES if size >= self.num_experts), PackKey.EXPERT_CLASSES[-1])
+        size = pack_class(self.num_experts)
         return (
             *(PackKey(self.arch, stage, size, True) for stage in ("all", "count", "place")),
             PackKey(self.arch, "offsets", smallest, True),
@@ -161,31 +187,36 @@ class PrefillPlan:
         return PrefillImageKey(self.arch, self.x_dtype, self.images)
 
     @property
-    def reduce_key(self) -> PrefillReduceKey:
-        """The kernel that sums route rows."""
-        return PrefillReduceKey(self.arch, self.weight_dtype, self.out_dtype)
+    def reduce_keys(self) -> tuple[KernelKey, ...]:
+        """The kernels that sum route rows, or that begin and end an atomic sum."""
+        if self.reduction == "atomic":
+            return (
+                ReduceKey(self.arch, "zero", "float32", "float32", True),
+                ReduceKey(self.arch, "copy", "float32", self.out_dtype, True),
+            )
+        return (PrefillReduceKey(self.arch, self.weight_dtype, self.out_dtype),)
 
-    def join_key(self, rates: tuple[int, ...]) -> PrefillGemmKey:
+    def join_key(self, rates: tuple[int, ...]) -> GemmKey:
         """The kernel of gate and up at one combination of rates."""
-        return PrefillGemmKey(
+        return ENGINES[self.engine](
             arch=self.arch,
             codebook=self.codebook,
             half_bits=rates,
             epilogue="join",
             activation=self.activation,
-            joint_inputs=self.activation.gated and self.joint_inputs,
             biased=self.biased[:-1],
         )
 
-    def down_key(self, rate: int) -> PrefillGemmKey:
+    def down_key(self, rate: int) -> GemmKey:
         """The kernel of down at one rate."""
-        return PrefillGemmKey(
+        return ENGINES[self.engine](
             arch=self.arch,
             codebook=self.codebook,
             half_bits=(rate,),
-            epilogue="down",
+            epilogue="add" if self.reduction == "atomic" else "down",
             biased=self.biased[-1:],
-            out_dtype="float16",
+            out_dtype=self.out_dtype if self.reduction == "atomic" else "float16",
+            weight_dtype=self.weight_dtype if self.reduction == "atomic" else None,
         )
 
 
@@ -201,6 +232,7 @@ def plan_prefill(
     out_dtype: str = "float16",
     weight_dtype: str = "float32",
     scratch_bound: int | None = None,
+    reduction: str = "ordered",
 ) -> PrefillPlan:
     """The kernels for a layer at a capacity, in the fewest chunks, then the fewest windows, that a bound allows.
 
@@ -215,6 +247,7 @@ def plan_prefill(
         out_dtype: of the result.
         weight_dtype: of the router weights.
         scratch_bound: most bytes of scratch; None is no bound, one chunk and one window.
+        reduction: `ordered` or `atomic`; see `PrefillPlan`.
 
     Raises:
         KernelUnsupportedError: if the layer is one that these kernels do not take, or no activation is known.
@@ -227,6 +260,7 @@ def plan_prefill(
     if law is None:
         raise KernelUnsupportedError("the layer names no activation; give one")
     _check_layer(source, share, max_tokens, top_k)
+    _check_reduction(reduction, max_tokens, out_dtype)
     count = len(geometry.projections)
     rates = [
         tuple(source.rates.rate(expert, p).half_bits for p in range(count)) for expert in range(geometry.num_experts)
@@ -254,6 +288,8 @@ def plan_prefill(
         weight_dtype=weight_dtype,
         chunk_tokens=max_tokens,
         window_slots=ROW_GROUP,
+        reduction=reduction,
+        engine=engine_of(arch),
     )
     plan = _within(whole, math.inf if scratch_bound is None else scratch_bound)
     if not plan.keys:  # building them refuses an illegal combination here rather than at the first launch
@@ -279,10 +315,22 @@ def _check_layer(source: TrellisSource, share: TrellisExtent, max_tokens: int, t
         raise KernelValueError(
             f"{geometry.hidden_size} hidden channels: must be a multiple of {_CHUNK_CHANNELS}, for example {below}"
         )
-    if geometry.num_experts > PackKey.EXPERT_CLASSES[-1]:
-        raise KernelUnsupportedError(
-            f"kernels pack routes of at most {PackKey.EXPERT_CLASSES[-1]} experts, got {geometry.num_experts}"
+    pack_class(geometry.num_experts)
+
+
+def _check_reduction(reduction: str, max_tokens: int, out_dtype: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise KernelValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
+    failed = [
+        text
+        for text, holds in (
+            (f"{max_tokens} tokens are not above {_ATOMIC_TOKENS}", max_tokens > _ATOMIC_TOKENS),
+            (f"results are {out_dtype}, not float16 or bfloat16", out_dtype in ("float16", "bfloat16")),
         )
+        if not holds
+    ]
+    if reduction == "atomic" and failed:
+        raise KernelUnsupportedError(f"the atomic reduction does not take this plan: {'; '.join(failed)}")
 
 
 def _aligned(nbytes: int) -> int:

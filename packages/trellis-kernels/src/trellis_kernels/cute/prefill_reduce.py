@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute import values
+from trellis_kernels.cute import values, wgmma
 from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.prefill_key import PrefillReduceKey
 
@@ -35,6 +35,7 @@ def _reduce_kernel(
     top_k: Int32,
     experts: Int32,
     map_length: Int32,
+    map_bytes: Int32,
     padded: Int32,
     channels: Int32,
     id_bytes: Int32,
@@ -55,7 +56,7 @@ def _reduce_kernel(
             expert = values.load_index(ids, route, id_bytes, Int32(-1))
             if map_length > 0:
                 known = Int32(expert >= 0) * Int32(expert < map_length)
-                mapped = gpu.load_ints(expert_map + Int64(expert * known) * 4, 1)[0]
+                mapped = values.load_index(expert_map, expert * known, map_bytes, Int32(-1))
                 expert = mapped * known + (known - 1)
             lives.append(Boolean(expert >= 0) & Boolean(expert < experts) & Boolean(slot + ahead < top_k))
             factors.append(
@@ -66,7 +67,7 @@ def _reduce_kernel(
             row = [
                 value for word in values.keep(terms[ahead], lives[ahead]) for value in gpu.floats_from(word, "float16")
             ]
-            scale = gpu.choose(Int32(lives[ahead]) - 1, factors[ahead])
+            scale = wgmma.pick(Int32(lives[ahead]), Float32(0.0), factors[ahead])
             for index in cutlass.range_constexpr(values.CHUNK):
                 r_sums[index] = gpu.fma(row[index], scale, r_sums[index])
     g_out = out + (Int64(token) * Int64(channels) + Int64(column)) * VALUE_BYTES[key.out_dtype]
@@ -87,6 +88,7 @@ def _reduce_host(
     top_k: Int32,
     experts: Int32,
     map_length: Int32,
+    map_bytes: Int32,
     padded: Int32,
     channels: Int32,
     id_bytes: Int32,
@@ -96,7 +98,20 @@ def _reduce_host(
 ):
     span = _THREADS * values.CHUNK
     _reduce_kernel(
-        rows, ids, weights, expert_map, out, top_k, experts, map_length, padded, channels, id_bytes, factor, key
+        rows,
+        ids,
+        weights,
+        expert_map,
+        out,
+        top_k,
+        experts,
+        map_length,
+        map_bytes,
+        padded,
+        channels,
+        id_bytes,
+        factor,
+        key,
     ).launch(grid=[tokens, (channels + span - 1) // span, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
@@ -108,8 +123,8 @@ def build(key: PrefillReduceKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (5 addresses, 7 numbers, factor, stream) in the order of the host function above.
+        A callable of (5 addresses, 8 numbers, factor, stream) in the order of the host function above.
     """
     return cute.compile(
-        _reduce_host, *[Int64(0)] * 5, *[Int32(1)] * 7, Float32(1.0), key, cuda.CUstream(0), options=options
+        _reduce_host, *[Int64(0)] * 5, *[Int32(1)] * 8, Float32(1.0), key, cuda.CUstream(0), options=options
     )

@@ -3,9 +3,9 @@
 It must not know tensors, codes or rows.
 
 A thread has an expert, and counts the blocks before its own by a sum over its warp and one over the warps.  A segment
-is cut into the fewest blocks of at most 128 rows, and those are made as even as multiples of 32 rows allow, because a
-block costs the decoding of its weights however few rows it has.  A launch of the GEMM has one pair of rates, so experts
-with others get no blocks here.
+is cut into the fewest blocks of at most so many rows as a block may have, and those are made as even as multiples of 32
+rows allow, because a block costs the decoding of its weights however few rows it has.  A launch of the GEMM has one
+pair of rates, so experts with others get no blocks here.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Constexpr, Int32, Int64
 
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute.prefill_key import BLOCK_ROWS_MOST, ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
+from trellis_kernels.cute.prefill_key import ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
 from trellis_kernels.cute.window import LANES
 
 __all__ = ["build"]
 
 _DESCRIPTOR_BYTES = 16
 _THREADS = LANES * LANES  # so that a warp sums over the warps
-_UNITS = BLOCK_ROWS_MOST // ROW_UNIT
 
 
 def _count_through(count: Int32, lane: Int32) -> Int32:
@@ -49,6 +48,7 @@ def _schedule_kernel(
     end_slot: Int32,
     first_half_bits: Int32,
     last_half_bits: Int32,
+    most_units: Constexpr,
 ):
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES
@@ -69,7 +69,7 @@ def _schedule_kernel(
         fits = Int32(expert < experts) * Int32(rates[0] == first_half_bits) * Int32(rates[1] == last_half_bits)
         rows = rows * fits
         units = (rows + (ROW_UNIT - 1)) // ROW_UNIT
-        blocks = (units + (_UNITS - 1)) // _UNITS
+        blocks = (units + (most_units - 1)) // most_units
         through = _count_through(blocks, lane)
         cute.arch.sync_threads()  # the totals of the group before have been read
         if lane == LANES - 1:
@@ -106,16 +106,17 @@ def _schedule_host(
     end_slot: Int32,
     first_half_bits: Int32,
     last_half_bits: Int32,
+    most_units: Constexpr,
     stream: cuda.CUstream,
 ):
     _schedule_kernel(
         counts, offsets, first_descriptors, last_descriptors, entries, entry_count, experts, first_slot, end_slot,
-        first_half_bits, last_half_bits,
+        first_half_bits, last_half_bits, most_units,
     ).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)  # fmt: skip
 
 
-def build(key: PrefillScheduleKey, options: str) -> Any:  # noqa: ARG001  # there is one specialisation
-    """Compile the kernel; touches no device and launches nothing.
+def build(key: PrefillScheduleKey, options: str) -> Any:
+    """Compile the kernel of one key; touches no device and launches nothing.
 
     Args:
         key: what to compile.
@@ -124,4 +125,5 @@ def build(key: PrefillScheduleKey, options: str) -> Any:  # noqa: ARG001  # ther
     Returns:
         A callable of (6 addresses, 5 numbers, stream) in the order of the host function above.
     """
-    return cute.compile(_schedule_host, *[Int64(0)] * 6, *[Int32(1)] * 5, cuda.CUstream(0), options=options)
+    units = key.block_rows // ROW_UNIT
+    return cute.compile(_schedule_host, *[Int64(0)] * 6, *[Int32(1)] * 5, units, cuda.CUstream(0), options=options)

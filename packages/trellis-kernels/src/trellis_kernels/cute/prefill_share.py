@@ -1,16 +1,17 @@
 """Owns which ring words a lane decodes in a step of the many-row GEMM, and where they lie.  It must not know `cutlass`.
 
-A warpgroup multiplies a block of 128 output channels, which are 8 neighbouring tiles of a tile row; a step takes the 4
-tile rows that hold 64 input channels.  Warp w owns tiles 2w and 2w + 1.  Lane 4g + t reads 64 ring positions of tile
-row t, a quarter of a tile: quarter g % 4 of tile 2w + g // 4.  Those are two output channels, each with its partner 8
-above, over the 16 input channels of the tile row:
+Two warpgroups multiply a block of 128 output channels, which are 8 neighbouring tiles of a tile row; a step takes the 4
+tile rows that hold 64 input channels.  Warp w of either owns tiles 2w and 2w + 1.  Lane 4g + t has quarter g % 4 of
+tile 2w + g // 4 in tile row t: 64 ring positions, two output channels, each with its partner 8 above, over the 16 input
+channels of the tile row.  Warpgroup c takes the first or the second of them, its column:
 
     output  32 w + 16 (g // 4) + 2 (g % 4) + c + 8 h                            column c and half h in {0, 1}
     input   16 t + 2 i + j + 8 z                                                fragment i, j and z
 
-So column c of all lanes is an m64 operand, and its fragments i = 0..3 are four k16 steps whose input channels lie in
+So a column of all lanes is an m64 operand, and its fragments i = 0..3 are four k16 steps whose input channels lie in
 all four tile rows.  The order of a sum is free, so the rows only have to lie in the same order: `channel_order`.
-A quarter of a tile is a whole number of words at every rate, half rates too, so nothing is ever aligned.
+A quarter of a tile is a whole number of words at every rate, so both columns are cut alike: they differ in the address
+of their words, and at half rates in a shift by 16 bits.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ __all__ = [
     "PIECE_BYTES",
     "ROW_GROUP",
     "STEP_TILE_ROWS",
-    "QuarterShare",
+    "ColumnShare",
     "channel_order",
+    "column_share",
     "output_channel",
     "piece_place",
-    "quarter_share",
 ]
 
 BLOCK_CHANNELS = 128
-"""Output channels of a warpgroup."""
+"""Output channels that two warpgroups share."""
 PANEL_CHANNELS = 64
 """Input channels of a step, which are a panel of the rows' image."""
 STEP_TILE_ROWS = 4
@@ -56,29 +57,33 @@ ROW_GROUP = 8
 """Rows that share a swizzle; a block of rows starts at a multiple of it."""
 
 _TILES = BLOCK_CHANNELS // 16
-_POSITIONS = 64
-_COLUMNS = 2
+_POSITIONS = 32
 _BANK_GAP = 32  # bytes that keep the four tile rows of a step in different banks
+_HALF_WORD = 16  # bits
 
 
 @dataclass(frozen=True)
-class QuarterShare:
-    """What one lane reads of one step.
+class ColumnShare:
+    """What one lane reads of one step: a column, which is half of a quarter of a tile.
 
     Attributes:
         rate: K.
-        words: 32-bit words of a share, 2K.
+        quarter_words: 32-bit words of a quarter, 2K.
+        words: words that hold a column's own bits; the word before them completes its first windows.
         load_words: words of one load; its bytes divide every address.
         row_bytes: bytes of a block's tiles in one tile row, which one bulk copy moves.
         row_pitch: bytes between tile rows in shared memory.
-        cuts: the 64 windows in ring order, on words counted backwards from the last of the share.
+        is_shifted: whether a column ends inside a word, as the first does at half rates.
+        cuts: the 32 windows in ring order, on words counted backwards from the last of the column.
     """
 
     rate: Rate
+    quarter_words: int
     words: int
     load_words: int
     row_bytes: int
     row_pitch: int
+    is_shifted: bool
     cuts: tuple[Cut, ...]
 
     @property
@@ -86,37 +91,30 @@ class QuarterShare:
         """Shared memory of a block's codes in one step."""
         return STEP_TILE_ROWS * self.row_pitch
 
-    def column_words(self, column: int) -> frozenset[int]:
-        """Words that hold a column's windows, counted backwards from the last; `words` is the one before the share."""
-        starts = [start for cut in self.cuts[32 * column : 32 * column + 32] for start in (cut.low, cut.high)]
-        reached = {start // 32 for start in starts} | {start // 32 + 1 for start in starts if start % 32}
-        return frozenset(word for word in reached if word <= self.words)
-
     @property
-    def columns(self) -> int:
-        """Output channels of a share, without their partners."""
-        return _COLUMNS
+    def column_bytes(self) -> int:
+        """Bytes from a quarter's first word to the first that is read for its second column."""
+        return (self.quarter_words - self.words) * 4
 
 
 @lru_cache
-def quarter_share(rate: Rate) -> QuarterShare:
+def column_share(rate: Rate) -> ColumnShare:
     """The share at one rate."""
-    words = rate.half_bits
-    lags = tuple(words * 32 - int(end) for end in rate.ends()[:_POSITIONS])
+    words = -(-rate.half_bits // 2)
+    bits = rate.half_bits * _HALF_WORD
+    lags = tuple(bits - int(end) for end in rate.ends()[:_POSITIONS])
     row_bytes = _TILES * rate.tile_bytes
-    return QuarterShare(
+    is_whole = rate.half_bits % 2 == 0
+    return ColumnShare(
         rate=rate,
+        quarter_words=rate.half_bits,
         words=words,
-        load_words=next(count for count in (4, 2, 1) if words % count == 0),
+        load_words=next(count for count in (4, 2, 1) if (is_whole and words % count == 0) or count == 1),
         row_bytes=row_bytes,
         row_pitch=row_bytes + _BANK_GAP,
-        # each column cuts for itself, because it loads its own words; shifted words are shared inside it
-        cuts=tuple(cut for first in range(0, _POSITIONS, _POSITIONS // _COLUMNS) for cut in _column_cuts(lags, first)),
+        is_shifted=not is_whole,
+        cuts=cover_cuts(lags),
     )
-
-
-def _column_cuts(lags: tuple[int, ...], first: int) -> tuple[Cut, ...]:
-    return cover_cuts(lags[first : first + _POSITIONS // _COLUMNS])
 
 
 def output_channel(warp: int, g: int, column: int, half: int) -> int:

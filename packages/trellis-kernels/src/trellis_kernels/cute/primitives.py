@@ -32,6 +32,7 @@ __all__ = [
     "load_shared_half",
     "load_shared_word",
     "multiply_add",
+    "multiply_add_word",
     "permute_bytes",
     "reverse_bits",
     "store_global_16_bytes",
@@ -86,6 +87,11 @@ def multiply_add(value: Uint32, factor: int, addend: int) -> Uint32:
     if addend == 0:
         return _register_op(f"mul.lo.u32 $0, $1, {_immediate(factor)};", value)
     return _register_op(f"mad.lo.u32 $0, $1, {_immediate(factor)}, {_immediate(addend)};", value)
+
+
+def multiply_add_word(value: Uint32, factor: int, addend: Uint32) -> Uint32:
+    """`value * factor + addend` modulo 2^32, the addend in a register."""
+    return _register_op(f"mad.lo.u32 $0, $1, {_immediate(factor)}, $2;", value, addend)
 
 
 def and_xor(value: Uint32, mask: int, flips: int) -> Uint32:

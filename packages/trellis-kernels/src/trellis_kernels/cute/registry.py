@@ -10,17 +10,20 @@ from trellis_kernels.arguments import FULL_TABLE_CODEBOOK, FULL_TABLE_RATE, TABL
 from trellis_kernels.cute.archs import get_arch
 from trellis_kernels.cute.keys import VALUE_BYTES, DecodeKey, KernelKey
 from trellis_kernels.cute.op_keys import op_keys
+from trellis_kernels.cute.prefill_key import prefill_keys
 
 __all__ = ["decode_keys", "registered_keys"]
 
 
 def registered_keys(arch: str) -> tuple[KernelKey, ...]:
-    """Every specialisation of every kernel for one compile target, in a fixed order.
+    """The specialisations of every kernel for one compile target, in a fixed order.
+
+    Of decoding and the ops around the GEMM that is every one, of fused layers those that stand for the others.
 
     Raises:
         KernelValueError: if the target is unknown.
     """
-    return (*decode_keys(arch), *op_keys(arch))
+    return (*decode_keys(arch), *op_keys(arch), *prefill_keys(arch))
 
 
 def decode_keys(arch: str) -> tuple[DecodeKey, ...]:

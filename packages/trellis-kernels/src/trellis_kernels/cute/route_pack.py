@@ -23,34 +23,30 @@ from trellis_kernels.arguments import check_topk_ids
 from trellis_kernels.cute import compiler, words
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.launch import check_cuda
-from trellis_kernels.cute.op_keys import PackKey
+from trellis_kernels.cute.op_keys import PACK_STEPS, PackKey, pack_class, pack_tiles, pack_warps
 from trellis_kernels.cute.values import load_index
 from trellis_kernels.cute.window import LANES
-from trellis_kernels.errors import KernelUnsupportedError
+from trellis_kernels.errors import KernelValueError
 from trellis_kernels.routes import PackedRoutes, empty_routes
 
-__all__ = ["build", "pack_routes", "tile_routes"]
+__all__ = ["build", "pack_into", "pack_routes"]
 
-_STEPS = 8  # routes of a thread
 _SCAN_THREADS = 1024
 _TILES_AT_ONCE = 8  # counts that a thread of `offsets` has in flight
 _FEW_SLOTS = 1 << 14  # that one block may fill alone
 
 
-def _warps(max_experts: int) -> int:
-    """Warps of a block, so that a counter for each warp and expert fits 32 KiB."""
-    return 8 if max_experts <= 1024 else 2
-
-
-def tile_routes(max_experts: int) -> int:
-    """Routes of a tile."""
-    return _warps(max_experts) * LANES * _STEPS
-
-
 # ------------------------------------------------------------------------------------------------------ device
 @cute.jit
 def _expert_of(
-    ids: Int64, expert_map: Int64, place: Int32, routes: Int32, id_bytes: Int32, map_length: Int32, num_experts: Int32
+    ids: Int64,
+    expert_map: Int64,
+    place: Int32,
+    routes: Int32,
+    id_bytes: Int32,
+    map_length: Int32,
+    map_bytes: Int32,
+    num_experts: Int32,
 ) -> Int32:
     """Local expert of a route; -1 past the last route and for a route that is dropped."""
     expert = Int32(-1)
@@ -59,7 +55,7 @@ def _expert_of(
         if map_length >= 0:
             mapped = Int32(-1)
             if (expert >= 0) & (expert < map_length):
-                mapped = words.load_global(expert_map + Int64(expert) * 4)
+                mapped = load_index(expert_map, expert, map_bytes, Int32(-1))
             expert = mapped
     if (expert < 0) | (expert >= num_experts):
         expert = Int32(-1)
@@ -154,9 +150,10 @@ def _count_kernel(
     num_experts: Int32,
     id_bytes: Int32,
     map_length: Int32,
+    map_bytes: Int32,
     max_experts: Constexpr,
 ):
-    threads = _warps(max_experts) * LANES
+    threads = pack_warps(max_experts) * LANES
     thread, _, _ = cute.arch.thread_idx()
     tile, _, _ = cute.arch.block_idx()
     tiles, _, _ = cute.arch.grid_dim()
@@ -167,15 +164,16 @@ def _count_kernel(
         _expert_of(
             ids,
             expert_map,
-            tile * (threads * _STEPS) + step * threads + thread,
+            tile * (threads * PACK_STEPS) + step * threads + thread,
             routes,
             id_bytes,
             map_length,
+            map_bytes,
             num_experts,
         )
-        for step in range(_STEPS)
+        for step in range(PACK_STEPS)
     ]
-    for step in cutlass.range_constexpr(_STEPS):
+    for step in cutlass.range_constexpr(PACK_STEPS):
         if experts[step] >= 0:
             words.add_shared(s_counters + experts[step] * 4, Int32(1))
     words.sync_block()
@@ -238,10 +236,11 @@ def _place_kernel(
     block_rows: Int32,
     id_bytes: Int32,
     map_length: Int32,
+    map_bytes: Int32,
     max_experts: Constexpr,
     stable: Constexpr,
 ):
-    warps = _warps(max_experts)
+    warps = pack_warps(max_experts)
     threads = warps * LANES
     thread, _, _ = cute.arch.thread_idx()
     tile, _, _ = cute.arch.block_idx()
@@ -251,16 +250,16 @@ def _place_kernel(
     counters = warps if stable else 1
     s_counters = cute.arch.alloc_smem(Int32, counters * max_experts, 16).toint()
     s_mine = s_counters + warp * (max_experts * 4) if stable else s_counters
-    first = tile * (threads * _STEPS) + warp * (LANES * _STEPS) + lane
+    first = tile * (threads * PACK_STEPS) + warp * (LANES * PACK_STEPS) + lane
     experts = [
-        _expert_of(ids, expert_map, first + step * LANES, routes, id_bytes, map_length, num_experts)
-        for step in range(_STEPS)
+        _expert_of(ids, expert_map, first + step * LANES, routes, id_bytes, map_length, map_bytes, num_experts)
+        for step in range(PACK_STEPS)
     ]
-    ranks = [Int32(0) for _ in range(_STEPS)]
+    ranks = [Int32(0) for _ in range(PACK_STEPS)]
     if cutlass.const_expr(stable):
         _clear(s_counters, counters * max_experts, thread, threads)
         words.sync_block()
-        ranks = [_rank(s_mine, experts[step], lane) for step in range(_STEPS)]
+        ranks = [_rank(s_mine, experts[step], lane) for step in range(PACK_STEPS)]
         words.sync_block()
     for expert in cutlass.range(thread, num_experts, threads, unroll=1):
         slot = words.load_global(offsets + Int64(expert) * 4) + words.load_global(
@@ -275,7 +274,7 @@ def _place_kernel(
             else:
                 words.store_shared(s_counter, slot)
     words.sync_block()
-    for step in cutlass.range_constexpr(_STEPS):
+    for step in cutlass.range_constexpr(PACK_STEPS):
         if experts[step] >= 0:
             s_counter = s_mine + experts[step] * 4
             slot = words.load_shared(s_counter) + ranks[step] if stable else words.add_shared(s_counter, Int32(1))
@@ -299,9 +298,10 @@ def _all_kernel(
     block_rows: Int32,
     id_bytes: Int32,
     map_length: Int32,
+    map_bytes: Int32,
     max_experts: Constexpr,
 ):
-    warps = _warps(max_experts)
+    warps = pack_warps(max_experts)
     threads = warps * LANES
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES
@@ -309,15 +309,15 @@ def _all_kernel(
     s_counters = cute.arch.alloc_smem(Int32, warps * max_experts, 16).toint()
     s_sums = cute.arch.alloc_smem(Int32, warps, 16).toint()
     s_mine = s_counters + warp * (max_experts * 4)
-    first = warp * (LANES * _STEPS) + lane
+    first = warp * (LANES * PACK_STEPS) + lane
     experts = [
-        _expert_of(ids, expert_map, first + step * LANES, routes, id_bytes, map_length, num_experts)
-        for step in range(_STEPS)
+        _expert_of(ids, expert_map, first + step * LANES, routes, id_bytes, map_length, map_bytes, num_experts)
+        for step in range(PACK_STEPS)
     ]
     _clear(s_counters, Int32(warps * max_experts), thread, threads)
     _fill(slots_out, slots, routes, thread, Int32(threads))
     words.sync_block()
-    ranks = [_rank(s_mine, experts[step], lane) for step in range(_STEPS)]
+    ranks = [_rank(s_mine, experts[step], lane) for step in range(PACK_STEPS)]
     words.sync_block()
     carry = Int32(0)
     for group in cutlass.range(0, num_experts, threads, unroll=1):
@@ -342,7 +342,7 @@ def _all_kernel(
         words.store_global(offsets + Int64(num_experts) * 4, carry)
         words.store_global(packed_count, carry)
     words.sync_block()
-    for step in cutlass.range_constexpr(_STEPS):
+    for step in cutlass.range_constexpr(PACK_STEPS):
         if experts[step] >= 0:
             slot = words.load_shared(s_mine + experts[step] * 4) + ranks[step]
             words.store_global(slots_out + Int64(slot) * 4, first + step * LANES)
@@ -367,13 +367,14 @@ def _host(
     block_rows: Int32,
     id_bytes: Int32,
     map_length: Int32,
+    map_bytes: Int32,
     tiles: Int32,
     stage: Constexpr,
     max_experts: Constexpr,
     stable: Constexpr,
     stream: cuda.CUstream,
 ):
-    block = [_warps(max_experts) * LANES, 1, 1]
+    block = [pack_warps(max_experts) * LANES, 1, 1]
     if cutlass.const_expr(stage == "all"):
         _all_kernel(
             ids,
@@ -390,11 +391,12 @@ def _host(
             block_rows,
             id_bytes,
             map_length,
+            map_bytes,
             max_experts,
         ).launch(grid=[1, 1, 1], block=block, stream=stream)
     elif cutlass.const_expr(stage == "count"):
         _count_kernel(
-            ids, expert_map, slots_out, work, routes, slots, num_experts, id_bytes, map_length, max_experts
+            ids, expert_map, slots_out, work, routes, slots, num_experts, id_bytes, map_length, map_bytes, max_experts
         ).launch(grid=[tiles, 1, 1], block=block, stream=stream)
     elif cutlass.const_expr(stage == "offsets"):
         _offsets_kernel(work, offsets, counts, packed_count, tiles, num_experts, block_rows).launch(
@@ -414,6 +416,7 @@ def _host(
             block_rows,
             id_bytes,
             map_length,
+            map_bytes,
             max_experts,
             stable,
         ).launch(grid=[tiles, 1, 1], block=block, stream=stream)
@@ -432,7 +435,7 @@ def build(key: PackKey, options: str) -> Any:
     return cute.compile(
         _host,
         *(Int64(0) for _ in range(8)),
-        *(Int32(1) for _ in range(8)),
+        *(Int32(1) for _ in range(9)),
         key.stage,
         key.max_experts,
         key.stable,
@@ -459,25 +462,49 @@ def pack_routes(
     """
     check_cuda("topk_ids", topk_ids)
     check_topk_ids(topk_ids, expert_map)
-    routes = topk_ids.numel()
-    packed = empty_routes(routes, num_experts, block_rows, topk_ids.device, out)
-    classes = [size for size in PackKey.EXPERT_CLASSES if size >= num_experts]
-    if not classes:
-        raise KernelUnsupportedError(
-            f"kernels pack routes of at most {PackKey.EXPERT_CLASSES[-1]} experts, got {num_experts}"
-        )
-    slots = packed.route_indices.numel()
-    tiles = max(-(-routes // tile_routes(classes[0])), 1)
-    one = tiles == 1 and slots <= _FEW_SLOTS
+    packed = empty_routes(topk_ids.numel(), num_experts, block_rows, topk_ids.device, out)
+    counters = pack_tiles(topk_ids.numel(), num_experts) * num_experts
+    work = torch.empty(counters, dtype=torch.int32, device=topk_ids.device)
     ids, mapped = topk_ids.contiguous(), None if expert_map is None else expert_map.contiguous()
-    work = packed.route_indices if one else ids.new_empty(tiles * num_experts, dtype=torch.int32)
-    arch = arch_of_device(ids.device.index).name
-    with torch.cuda.device(ids.device):
+    pack_into(ids, packed, work, expert_map=mapped, stable=stable)
+    return packed
+
+
+def pack_into(
+    topk_ids: torch.Tensor,
+    packed: PackedRoutes,
+    work: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    stable: bool = True,
+) -> None:
+    """Order routes by expert in an arena, allocating nothing.
+
+    Args:
+        topk_ids: `[tokens, top_k] int32 or int64`, contiguous.
+        packed: the arena, of enough slots, written whole.
+        work: `[at least pack_tiles(routes, experts) * experts] int32`, counters of the tiles, with any content.
+        expert_map: `[global experts] int32 or int64`, contiguous, or None.
+        stable: whether routes of an expert keep their order.
+
+    Raises:
+        KernelValueError: if there are too few counters.
+        KernelUnsupportedError, ColdKernelError: as `pack_routes`.
+    """
+    routes, slots = topk_ids.numel(), packed.route_indices.numel()
+    num_experts = packed.expert_counts.numel()
+    tiles = pack_tiles(routes, num_experts)
+    if work.numel() < tiles * num_experts:
+        raise KernelValueError(f"{tiles * num_experts} counters are needed, got {work.numel()}")
+    stages = _stages(
+        arch_of_device(topk_ids.device.index).name, pack_class(num_experts), stable, tiles == 1 and slots <= _FEW_SLOTS
+    )
+    with torch.cuda.device(topk_ids.device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        for key in _stages(arch, classes[0], stable, one):
+        for key in stages:
             compiler.ready(key)(
-                ids.data_ptr(),
-                0 if mapped is None else mapped.data_ptr(),
+                topk_ids.data_ptr(),
+                0 if expert_map is None else expert_map.data_ptr(),
                 packed.route_indices.data_ptr(),
                 packed.block_experts.data_ptr(),
                 packed.expert_offsets.data_ptr(),
@@ -488,13 +515,13 @@ def pack_routes(
                 slots,
                 packed.block_experts.numel(),
                 num_experts,
-                block_rows,
-                ids.element_size(),
-                -1 if mapped is None else mapped.numel(),
+                packed.block_rows,
+                topk_ids.element_size(),
+                -1 if expert_map is None else expert_map.numel(),
+                0 if expert_map is None else expert_map.element_size(),
                 tiles,
                 stream,
             )
-    return packed
 
 
 def _stages(arch: str, max_experts: int, stable: bool, one: bool) -> tuple[PackKey, ...]:

@@ -17,6 +17,7 @@ __all__ = [
     "arrive",
     "arrive_expecting",
     "copy_bulk",
+    "copy_or_zero",
     "descriptor_word",
     "multiply",
     "pick",
@@ -39,24 +40,25 @@ def descriptor_word(address: Int32) -> Int32:
 
 @dsl_user_op
 def multiply(
-    sums: list[Float32], a: list[Uint32], low: Int32, columns: int, *, loc: Any = None, ip: Any = None
+    sums: list[Float32], a: list[Uint32], low: Int32, columns: int, adds: Int32, *, loc: Any = None, ip: Any = None
 ) -> list[Float32]:
     """Issue `sums += A B` for a warpgroup: A is 64 x 16 fp16 in registers, B 16 x `columns` fp16 in shared memory.
 
-    The results are valid once the group is waited for, and A must not change before that.
+    Where `adds` is 0, what the sums held does not count.  The results are valid once the group is waited for, and A
+    must not change before that.
     """
     count = columns // 2
     results = ", ".join(f"${index}" for index in range(count))
     fragment = ", ".join(f"${2 * count + index}" for index in range(4))
     code = (
-        "{.reg .b64 d; .reg .pred p; setp.eq.u32 p, 1, 1; "
+        f"{{.reg .b64 d; .reg .pred p; setp.ne.u32 p, ${2 * count + 5}, 0; "
         f"mov.b64 d, {{${2 * count + 4}, {_DESCRIPTOR_HIGH}}}; "
         f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{results}}}, {{{fragment}}}, d, p, 1, 1, 0;}}"
     )
     operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in sums]
     operands += [Uint32(value).ir_value(loc=loc, ip=ip) for value in a]
-    operands.append(Int32(low).ir_value(loc=loc, ip=ip))
-    constraints = ["=f"] * count + [str(index) for index in range(count)] + ["r"] * 5
+    operands += [Int32(value).ir_value(loc=loc, ip=ip) for value in (low, adds)]
+    constraints = ["=f"] * count + [str(index) for index in range(count)] + ["r"] * 6
     return _volatile(code, operands, constraints, count, loc, ip)
 
 
@@ -137,6 +139,13 @@ def copy_bulk(s_target: Int32, g_source: Int64, nbytes: Int32, s_barrier: Int32,
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[s_target, g_source, nbytes, s_barrier],
         predicate=predicate,
+    )
+
+
+def copy_or_zero(s_target: Int32, g_source: Int64, nbytes: Int32) -> None:
+    """Start a copy of 16 bytes to shared memory of which those past the first `nbytes`, 0 or 16, are zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[s_target, g_source, nbytes]
     )
 
 

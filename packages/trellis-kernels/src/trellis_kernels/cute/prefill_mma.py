@@ -1,0 +1,299 @@
+"""Owns the many-row grouped GEMM over trellis codes for every target: its kernel and the arguments of its launch.
+
+It must not know tensors, nor how rows were packed beyond their blocks.
+
+The tiles, shares, row blocks and epilogues are those of `prefill_gemm`; what differs is that `mma.sync` multiplies and
+that every thread copies.  Eight warps share a block of 128 output channels by the columns of `prefill_share`, so that a
+warp's decoded fragment is a whole m16k16 operand and its sums lie as those of a warp of `wgmma`.  Steps alternate
+between two buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
+
+from trellis_format.rates import TILE, Rate
+from trellis_kernels.cute import gemm_primitives as gpu
+from trellis_kernels.cute import primitives
+from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, stash_sums
+from trellis_kernels.cute.prefill_key import (
+    ENTRY_WORDS,
+    INFO_HEADER_BYTES,
+    ROW_UNIT,
+    STASH_NBYTES,
+    THREAD_BLOCKS_MOST,
+    PrefillMmaKey,
+    info_table,
+)
+from trellis_kernels.cute.prefill_loop import decode_fragment, lane_column, load_words
+from trellis_kernels.cute.prefill_share import (
+    BLOCK_CHANNELS,
+    PANEL_ROW_BYTES,
+    PIECE_BYTES,
+    STEP_TILE_ROWS,
+    ColumnShare,
+    column_share,
+)
+
+__all__ = ["build"]
+
+_THREADS = 256
+_FRAGMENTS = 4
+_COLUMNS = 8  # rows of a product
+_DESCRIPTOR_BYTES = 16
+_BLOCK_TILES = BLOCK_CHANNELS // TILE
+_STASH_BYTES = STASH_NBYTES // THREAD_BLOCKS_MOST
+
+
+# Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
+
+
+def fragment_offset(lane: Int32, index: int, half: int) -> Int32:
+    """Bytes from the row that is a lane's column of a product to its word of fragment `index`, input half 0 or 1.
+
+    Rows are swizzled by their index modulo 8, which is the lane's column.
+    """
+    return ((2 * index + half) ^ (lane >> 2)) * PIECE_BYTES + (lane & 3) * 4
+
+
+def _copy_step(
+    g_rows: Int64, g_codes: Int64, code_pitch: Int64, s_rows: Int32, s_codes: Int32, row_bytes: Int32, thread: Int32,
+    share: ColumnShare, key: PrefillMmaKey,
+) -> None:  # fmt: skip
+    """Start copying a step: the rows of a panel, and four tile rows of codes; a group of its own."""
+    span = _THREADS * PIECE_BYTES
+    for first in range(0, key.row_stage_bytes, span):
+        offset = thread * PIECE_BYTES + first
+        inside = cutlass.min(offset, row_bytes - PIECE_BYTES)  # past the rows, the last piece again
+        gpu.copy_to_shared(s_rows + inside, g_rows + Int64(inside), PIECE_BYTES)
+    pieces = share.row_bytes // PIECE_BYTES
+    for first in range(0, STEP_TILE_ROWS * pieces, _THREADS):
+        piece = cutlass.min(thread + first, STEP_TILE_ROWS * pieces - 1)
+        row, inside = piece // pieces, piece % pieces * PIECE_BYTES
+        gpu.copy_to_shared(
+            s_codes + row * share.row_pitch + inside, g_codes + Int64(row) * code_pitch + Int64(inside), PIECE_BYTES
+        )
+    gpu.commit_copies()
+
+
+@cute.jit
+def _accumulate(
+    r_sums: cute.Tensor,
+    g_rows: Int64,
+    g_codes: Int64,
+    s_rows: Int32,
+    s_codes: Int32,
+    image_rows: Int32,
+    blocks: Int32,
+    steps: Int32,
+    rows: Int32,
+    thread: Int32,
+    half_bits: Constexpr,
+    key: Constexpr,
+):
+    """Multiply a row block by one linear; every thread of the block."""
+    share = column_share(Rate(half_bits))
+    lane = thread & 31
+    warp = thread >> 5
+    group = warp >> 2
+    column, before = lane_column(share, group, warp & 3, lane)
+    row_bytes = (rows + 7) // 8 * (8 * PANEL_ROW_BYTES)
+    code_pitch = Int64(blocks) * Int64(share.row_bytes)
+    row_advance = Int64(image_rows) * PANEL_ROW_BYTES
+    r_sums.fill(0.0)
+    cute.arch.sync_threads()  # the tile before has done with the buffers
+    _copy_step(g_rows, g_codes, code_pitch, s_rows, s_codes, row_bytes, thread, share, key)
+    for step in cutlass.range(steps, unroll=1):
+        buffer = step & 1
+        gpu.wait_for_copies(0)
+        cute.arch.sync_threads()
+        if step + 1 < steps:
+            following = Int64(step + 1)
+            _copy_step(
+                g_rows + following * row_advance, g_codes + following * (STEP_TILE_ROWS * code_pitch), code_pitch,
+                s_rows + (1 - buffer) * key.row_stage_bytes, s_codes + (1 - buffer) * key.code_stage_bytes, row_bytes,
+                thread, share, key,
+            )  # fmt: skip
+        words = load_words(s_codes + buffer * key.code_stage_bytes + column, before, share, group)
+        s_row = s_rows + buffer * key.row_stage_bytes + (lane >> 2) * PANEL_ROW_BYTES
+        for index in cutlass.range_constexpr(_FRAGMENTS):
+            fragment = decode_fragment(words, share, index, key.codebook)
+            places = [s_row + fragment_offset(lane, index, half) for half in range(2)]
+            for unit in cutlass.range_constexpr(key.block_rows // ROW_UNIT):
+                if rows > ROW_UNIT * unit:
+                    for eight in cutlass.range_constexpr(4 * unit, 4 * unit + 4):
+                        offset = eight * _COLUMNS * PANEL_ROW_BYTES
+                        b = [primitives.load_shared(place + offset, 1)[0] for place in places]
+                        sums = gpu.multiply_halves(fragment, b, [r_sums[4 * eight + part] for part in range(4)])
+                        for part in cutlass.range_constexpr(4):
+                            r_sums[4 * eight + part] = sums[part]
+
+
+@cute.jit
+def _load_info(
+    expert: Int32,
+    slot: Int32,
+    rows: Int32,
+    image_row: Int32,
+    block: Int32,
+    routes: Int64,
+    first_scales: Int64,
+    last_scales: Int64,
+    input_scales: Int64,
+    first_bias: Int64,
+    last_bias: Int64,
+    scale_pitch: Int32,
+    input_scale_pitch: Int32,
+    bias_pitch: Int32,
+    s_info: Int32,
+    thread: Int32,
+    key: Constexpr,
+):
+    """Fill a tile's information as `prefill_loop.feed_info` does."""
+    if thread == 0:
+        gpu.store_shared_words(s_info, [Uint32(value) for value in (expert, slot, rows, image_row)])
+        gpu.store_shared_words(s_info + 16, [Uint32(block)])
+    if cutlass.const_expr(key.has_routes):  # noqa: SIM102  # known at trace time, unlike the next
+        if thread < rows:
+            route = gpu.load_ints(routes + Int64(slot + thread) * 4, 1)[0]
+            gpu.store_shared_int(s_info + INFO_HEADER_BYTES + thread * 4, route)
+    scales = [(first_scales, scale_pitch), (last_scales, scale_pitch)][: key.linears]
+    inputs = [(input_scales, input_scale_pitch)] if key.epilogue == "join" else []
+    biases = [(first_bias, bias_pitch), (last_bias, bias_pitch)][: key.linears]
+    tables = (scales + inputs + biases)[: key.tables]
+    pair = thread & (BLOCK_CHANNELS // 2 - 1)
+    for index in cutlass.range_constexpr(key.tables):
+        table, pitch = tables[index]
+        if Boolean((thread >> 6) == (index & 3)) & Boolean(table != 0):
+            place = Int64(expert) * Int64(pitch) + Int64(block * BLOCK_CHANNELS + 2 * pair)
+            gpu.store_shared_words(s_info + info_table(index) + pair * 4, gpu.load_words(table + place * 2, 1))
+
+
+@cute.kernel
+def _mma_kernel(
+    words: Int64,
+    first_descriptors: Int64,
+    last_descriptors: Int64,
+    first_image: Int64,
+    last_image: Int64,
+    entries: Int64,
+    entry_count: Int64,
+    routes: Int64,
+    out: Int64,
+    first_scales: Int64,
+    last_scales: Int64,
+    input_scales: Int64,
+    first_bias: Int64,
+    last_bias: Int64,
+    stash: Int64,
+    weights: Int64,
+    image_rows: Int32,
+    out_rows: Int32,
+    scale_pitch: Int32,
+    input_scale_pitch: Int32,
+    bias_pitch: Int32,
+    steps: Int32,
+    blocks: Int32,
+    top_k: Int32,
+    factor: Float32,
+    key: Constexpr,
+):
+    thread, _, _ = cute.arch.thread_idx()
+    first_tile, _, _ = cute.arch.block_idx()
+    tile_stride, _, _ = cute.arch.grid_dim()
+    shared = cutlass.memory.SmemAllocator()
+    s_rows = shared.allocate_array(Uint32, key.stages * key.row_stage_bytes // 4, byte_alignment=1024).toint()
+    s_codes = shared.allocate_array(Uint32, key.stages * key.code_stage_bytes // 4, byte_alignment=128).toint()
+    s_sums = shared.allocate_array(Uint32, key.sum_bytes // 4, byte_alignment=128).toint()
+    s_info = shared.allocate_array(Uint32, key.info_bytes // 4, byte_alignment=128).toint()
+    s_tables = s_info
+    if cutlass.const_expr(key.tables):
+        s_tables = shared.allocate_array(Uint32, key.table_bytes // 4, byte_alignment=128).toint()
+    g_stash = stash + Int64(first_tile) * _STASH_BYTES
+    r_sums = cute.make_rmem_tensor(cute.make_layout((key.block_rows // 2,)), Float32)
+    tiles = gpu.load_ints(entry_count, 1)[0] * blocks
+    for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
+        entry = gpu.load_ints(entries + Int64(tile // blocks) * (4 * ENTRY_WORDS), 4)
+        expert, slot, rows, image_row = entry[0], entry[1], entry[2], entry[3]
+        block = tile % blocks
+        for linear in cutlass.range_constexpr(key.linears):
+            share = column_share(key.rates[linear])
+            descriptors = (first_descriptors, last_descriptors)[linear]
+            first_word = gpu.load_longs(descriptors + Int64(expert) * _DESCRIPTOR_BYTES, 1)[0]
+            g_codes = words + first_word * 4 + Int64(block) * share.row_bytes
+            g_rows = (first_image, last_image)[linear] + Int64(image_row) * PANEL_ROW_BYTES
+            _accumulate(
+                r_sums, g_rows, g_codes, s_rows, s_codes, image_rows, blocks, steps, rows, thread,
+                key.half_bits[linear], key,
+            )  # fmt: skip
+            if cutlass.const_expr(linear + 1 < key.linears):
+                stash_sums(r_sums, g_stash, thread, rows, key)
+        _load_info(
+            expert, slot, rows, image_row, block, routes, first_scales, last_scales, input_scales, first_bias,
+            last_bias, scale_pitch, input_scale_pitch, bias_pitch, s_info, thread, key,
+        )  # fmt: skip
+        cute.arch.sync_threads()
+        fill_tables(s_info, s_tables, first_bias, last_bias, key)
+        if cutlass.const_expr(key.epilogue == "join"):
+            finish_join(r_sums, s_sums, s_tables, s_info, g_stash, out, out_rows, key)
+        else:
+            finish_rows(r_sums, s_sums, s_tables, s_info, out, blocks, weights, top_k, factor, key)
+
+
+# ------------------------------------------------------------------------------------------------------ host
+@cute.jit
+def _mma_host(
+    words: Int64,
+    first_descriptors: Int64,
+    last_descriptors: Int64,
+    first_image: Int64,
+    last_image: Int64,
+    entries: Int64,
+    entry_count: Int64,
+    routes: Int64,
+    out: Int64,
+    first_scales: Int64,
+    last_scales: Int64,
+    input_scales: Int64,
+    first_bias: Int64,
+    last_bias: Int64,
+    stash: Int64,
+    weights: Int64,
+    image_rows: Int32,
+    out_rows: Int32,
+    scale_pitch: Int32,
+    input_scale_pitch: Int32,
+    bias_pitch: Int32,
+    steps: Int32,
+    blocks: Int32,
+    top_k: Int32,
+    thread_blocks: Int32,
+    factor: Float32,
+    key: Constexpr,
+    stream: cuda.CUstream,
+):
+    _mma_kernel(
+        words, first_descriptors, last_descriptors, first_image, last_image, entries, entry_count, routes, out,
+        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, image_rows, out_rows,
+        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, factor, key,
+    ).launch(grid=[thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+
+def build(key: PrefillMmaKey, options: str) -> Any:
+    """Compile the kernel of one key; touches no device and launches nothing.
+
+    Args:
+        key: what to compile.
+        options: options of the DSL's compiler, target included.
+
+    Returns:
+        A callable of the arguments of `prefill_gemm.build`'s.
+    """
+    addresses = [Int64(0)] * 16
+    numbers = [Int32(1)] * 9
+    return cute.compile(_mma_host, *addresses, *numbers, Float32(1.0), key, cuda.CUstream(0), options=options)
