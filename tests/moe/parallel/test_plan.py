@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import trellis_moe.variants
 import trellis_prep
 from moe.samples import Layer, make_layer
 from trellis_format import activations, rate_table, source
+from trellis_format.transform import ExpertTransform
 from trellis_kernels.layers import DeviceLimits
-from trellis_moe import MoeValueError, RoutingSpec, specs
+from trellis_moe import MoeUnsupportedError, MoeValueError, RoutingSpec, specs
 from trellis_moe.parallel import ParallelPlan, ReduceSpec, expert_grid, layer_share, plan_parallel, tensor_grid
 from trellis_prep import RankGrid
 
+ACTIVATION = specs.ActivationSpec(nonlinearity=activations.Activation("silu"), io_dtype="float16")
+CAPACITY = specs.ExecutionCapacity(max_tokens=4, top_k=2)
 H200 = DeviceLimits("sm_90a", 132)
 
 
@@ -163,3 +167,7 @@ def test_what_is_refused(layer: Layer) -> None:
     atomic = RoutingSpec(deterministic_output=False)
     with pytest.raises(MoeValueError, match="experts='ordered' needs deterministic_output=True"):
         plan_of(layer, expert_grid(layer.source, 2), routing=atomic)
+    grid = expert_grid(layer.source, 2)
+    share = SimpleNamespace(source=SimpleNamespace(expert_transform=ExpertTransform()))
+    with pytest.raises(MoeUnsupportedError, match="experts='partial' does"):
+        plan_parallel(share, grid, 0, activation=ACTIVATION, capacity=CAPACITY)  # type: ignore[arg-type]  # part of one

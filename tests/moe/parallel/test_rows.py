@@ -6,21 +6,25 @@ import pytest
 import torch
 
 from moe.samples import bits, make_layer, make_plan, make_routes
-from trellis_moe import bind, prepare_weights
+from trellis_moe import RoutingSpec, bind, plan_execution, prepare_weights
 from trellis_moe.parallel.rows import RouteRows, row_bytes, row_tokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-TOKENS = {"few": 5, "many": 200}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
-def test_rows_of_two_halves_add_up_to_the_bits_of_the_whole(device: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "weighed"), [(5, False), (200, False), (5, True)], ids=["few", "many", "weighed"])
+def test_rows_of_two_halves_add_up_to_the_bits_of_the_whole(device: str, tokens: int, weighed: bool) -> None:
     layer = make_layer(experts=5, hidden=248, intermediate=256, biased=True, up_divisor=4.0)
     if device == "cpu":
         tokens = min(tokens, 20)
     routes = make_routes(layer, tokens, 3)
     plan = make_plan(layer, tokens=tokens, top_k=3, device=device, output_dtype="float16")
+    if weighed:
+        routing = RoutingSpec(apply_router_weight_on_input=True)
+        plan = plan_execution(
+            plan.weights, activation=plan.activation, capacity=plan.capacity, routing=routing, device=device
+        )
     experts = prepare_weights(plan.weights, layer.weights, device=device)
     arena = torch.full((plan.required_nbytes(),), 0xFF, dtype=torch.uint8, device=device)
     binding = bind(plan, experts, arena)

@@ -173,20 +173,24 @@ def _times(process: Process, options: argparse.Namespace) -> tuple[MemoryUse, ..
     commit = find_commit(options.commit, dirty=options.dirty)
     recorder = None
     if process.leads:
-        seconds, samples = _LAUNCH_SECONDS, options.samples
-        recorder = Recorder(process.device, seconds=seconds, samples=samples, tell=process.say, count=process.world)
+        recorder = Recorder(
+            process.device, seconds=_LAUNCH_SECONDS, samples=options.samples, tell=process.say, count=process.world
+        )
         recorder.attempt("device copy", partial(measure_copy, recorder))
         recorder.attempt("bf16 GEMM", partial(measure_gemm, recorder))
         if process.device.type == "cuda":
             torch.cuda.empty_cache()
     memory: list[MemoryUse] = []
-    for name in options.layers:
-        memory.extend(
-            time_layer(process, get_preset(name), options.time_tokens, samples=options.samples, recorder=recorder)
-        )
-    if recorder is not None and options.receipt is not None:
-        receipt = recorder.receipt("python -m trellis_moe.dist_check --times", commit)
-        options.receipt.write_text(receipt.model_dump_json(by_alias=True, indent=1) + "\n")
+    samples = options.samples
+    try:
+        for name in options.layers:
+            memory.extend(
+                time_layer(process, get_preset(name), options.time_tokens, samples=samples, recorder=recorder)
+            )
+    finally:  # what was measured before a rank was lost stays
+        if recorder is not None and recorder.rows and options.receipt is not None:
+            receipt = recorder.receipt("python -m trellis_moe.dist_check --times", commit)
+            options.receipt.write_text(receipt.model_dump_json(by_alias=True, indent=1) + "\n")
     return tuple(memory)
 
 

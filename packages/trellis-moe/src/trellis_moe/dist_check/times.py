@@ -69,6 +69,14 @@ TIMED = (
     Timed("tp", "float32, pieces of 4096", ReduceSpec(overlap_tokens=4096), lambda tokens: tokens > 4096),
     Timed("tp", "float32, pieces of 2048", ReduceSpec(overlap_tokens=2048), lambda tokens: tokens > 2048),
     Timed("tp", f"{_IO}, pieces of 4096", ReduceSpec(dtype=_IO, overlap_tokens=4096), lambda tokens: tokens > 4096),
+    Timed("ep", "rows in slot order", ReduceSpec()),
+    Timed("ep", f"partial sums in {_IO}", ReduceSpec(dtype=_IO, experts="partial")),
+    Timed(
+        "ep",
+        f"partial sums in {_IO}, pieces of 4096",
+        ReduceSpec(dtype=_IO, experts="partial", overlap_tokens=4096),
+        lambda tokens: tokens > 4096,
+    ),
     Timed("tp", "float32, copies", ReduceSpec(transport="copies"), lambda tokens: tokens > _FEW),
     Timed(
         "tp",
@@ -80,14 +88,6 @@ TIMED = (
         "tp",
         f"{_IO}, copies of pieces of 4096",
         ReduceSpec(dtype=_IO, transport="copies", overlap_tokens=4096),
-        lambda tokens: tokens > 4096,
-    ),
-    Timed("ep", "rows in slot order", ReduceSpec()),
-    Timed("ep", f"partial sums in {_IO}", ReduceSpec(dtype=_IO, experts="partial")),
-    Timed(
-        "ep",
-        f"partial sums in {_IO}, pieces of 4096",
-        ReduceSpec(dtype=_IO, experts="partial", overlap_tokens=4096),
         lambda tokens: tokens > 4096,
     ),
 )
@@ -117,7 +117,7 @@ def time_layer(
     request = Request(
         source, noise_weights(source), tuple(sorted(token_counts)), preset.top_k, _IO, _IO, process.device
     )
-    grids = {"tp": tensor_grid(source, process.world), "ep": expert_grid(source, process.world)}
+    grids = {"ep": expert_grid(source, process.world), "tp": tensor_grid(source, process.world)}
     ways = tuple(way for way in TIMED if process.captures or way.reduce.transport == "group")
     ways = ways if process.world > 1 else ()
     planned = [plan_share(request, grids[way.scheme], process.rank, way.reduce) for way in ways]

@@ -12,7 +12,7 @@ import torch
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.op_keys import ReduceKey
 from trellis_kernels.layers import DeviceLimits
-from trellis_moe.errors import MoeValueError
+from trellis_moe.errors import MoeUnsupportedError, MoeValueError
 from trellis_moe.parallel.reduction import ReduceSpec
 from trellis_moe.parallel.rows import FEW, row_bytes, row_tokens
 from trellis_moe.parallel.share import LayerShare
@@ -244,6 +244,8 @@ def plan_parallel(
             between devices that are not CUDA's, the routing
             lets single launches add in any order where the ranks' rows are to be added in slot order, or as
             `plan_execution`.
+        MoeUnsupportedError: if rows of experts under an intermediate Hadamard are to be added over ranks, or as
+            `plan_execution`.
     """
     reduce = ReduceSpec() if reduce is None else reduce
     routing = RoutingSpec() if routing is None else routing
@@ -254,6 +256,11 @@ def plan_parallel(
             f"partial sums cannot cross in {reduce.dtype}: legal are float32 and the result's {activation.output_dtype}"
         )
     ordered = grid.expert_size > 1 and reduce.experts == "ordered" and reduce.collective != "none"
+    if ordered and share.source.expert_transform is not None:
+        raise MoeUnsupportedError(
+            "experts='ordered' does not take experts under an intermediate Hadamard, whose sums are rotated "
+            "afterwards; experts='partial' does"
+        )
     if ordered and not routing.deterministic_output:
         raise MoeValueError("experts='ordered' needs deterministic_output=True; experts='partial' takes either")
     alone = grid.world_size == 1 or reduce.collective == "none"

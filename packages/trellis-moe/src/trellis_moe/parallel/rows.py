@@ -6,7 +6,8 @@ added by the same law, give the bits of one launch that holds all experts.
     path        rows                                      the law of the sum
     moe_small   float32, router weight applied            r0 + r1 + ..., in float32
     prefill     float16, before the weight                fma(row, weight, sum), in float32
-    op_by_op    float32, before the weight                sum + row * weight, each rounded to float32
+    op_by_op    float32, before the weight                sum + row * weight, each rounded to float32; the weight
+                                                          is one where the input was weighed
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class RouteRows:
         source = plan.weights.source
         self._num_experts = plan.capacity.route_experts or source.geometry.num_experts
         self._factor = source.up_divisor
+        self._is_weighed = plan.routing.apply_router_weight_on_input
         self._backend = None if variant.path != OP_BY_OP else variant.backend("reduce_routes")
         specs = {spec.buffer.name: spec for spec in plan.scratch_specs() if spec.launch_tokens == variant.tokens}
         base = arena if variant.path == OP_BY_OP else align_fused(arena)
@@ -95,7 +97,8 @@ class RouteRows:
             reduce_routes(flat, self._ones[: rows.shape[0]], out=out)
         else:
             dropped = (topk_ids < 0) | (topk_ids >= self._num_experts)
-            weights = topk_weights.float().masked_fill(dropped, 0.0)
+            weights = torch.ones_like(topk_weights) if self._is_weighed else topk_weights
+            weights = weights.float().masked_fill(dropped, 0.0)
             reduce_routes(flat, weights, factor=self._factor, out=out, backend=self._backend)
         return out
 
