@@ -71,7 +71,7 @@ DOES_NOT: list[tuple[str, dict[str, Any], list[str]]] = [
     ("tokens", {"capacity": {"max_tokens": 6000}}, ["many tokens"]),
     ("tokens", {"capacity": {"max_tokens": 9}}, ["op by op"]),
     ("routes of a token", {"capacity": {"top_k": 3}}, ["many tokens", "op by op"]),
-    ("experts", {"layer": {"experts": 65}}, ["many tokens", "op by op"]),
+    ("experts", {"layer": {"experts": 65}}, EVERYWHERE),
     ("local width", {"share": 3}, ["many tokens", "op by op"]),
     ("hidden channels", {"layer": {"hidden": 384}}, ["many tokens", "op by op"]),
     ("up divisor", {"layer": {"up_divisor": 128.0}}, EVERYWHERE),

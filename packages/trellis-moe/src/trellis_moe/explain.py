@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trellis_kernels.layers import PrefillPlan, layer_keys
 from trellis_moe.variants import Variant
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def _launch(variant: Variant) -> list[str]:
         f"  scratch {variant.scratch_nbytes} bytes: {parts}",
     ]
     if variant.fused is not None:
-        lines.append(f"  kernels: {variant.fused}")
+        lines.append(f"  kernels: {', '.join(map(str, layer_keys(variant.fused)))}")
+    if isinstance(variant.fused, PrefillPlan):
+        chunk, window = variant.fused.chunk_tokens, variant.fused.window_slots
+        lines.append(f"  in chunks of {chunk} tokens, whose packed routes pass in windows of {window} slots")
     lines += [f"  not {path}: {reason}" for path, reason in variant.rejected]
     return lines
