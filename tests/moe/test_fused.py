@@ -69,12 +69,12 @@ def test_an_empty_share_takes_neither(layer: Layer) -> None:
     assert found.rejected == tuple((path, "the share has no channels") for path in ("moe_small", "prefill"))
 
 
-def test_a_target_without_wgmma_takes_few_tokens_alone(layer: Layer) -> None:
+def test_a_target_without_wgmma_takes_both(layer: Layer) -> None:
     ampere = DeviceLimits(arch="sm_80", multiprocessors=108)
     assert isinstance(choice(layer, limits=ampere).fused, MoeSmallKey)
     many = choice(layer, tokens=10_000, limits=ampere)
-    assert many.fused is None
-    assert [path for path, _ in many.rejected] == ["moe_small", "prefill"]
+    assert isinstance(many.fused, PrefillPlan)
+    assert many.fused.engine == "mma"
 
 
 def test_route_weights_on_the_input_take_neither(layer: Layer) -> None:

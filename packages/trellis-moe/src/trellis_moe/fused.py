@@ -125,7 +125,8 @@ def _few_tokens(declared: Declarations, tokens: int) -> tuple[MoeSmallKey, int] 
             return f"one token needs {needed} bytes of scratch, the bound is {declared.capacity.scratch_bound}"
         if fitting < tokens:  # cut runs begin at whole groups of 8 tokens, so that every part of x is aligned
             fitting = fitting // 8 * 8 or fitting
-            key = _few_key(declared, fitting, fitting * top_k / experts)
+            fewer = _few_key(declared, fitting, fitting * top_k / experts)
+            key = fewer if _few_bytes(fewer, fitting) <= (declared.capacity.scratch_bound or 0) else key
     except (KernelError, ValueError) as error:
         return str(error)  # a layer outside what the kernels take runs otherwise
     if key.most_groups(fitting) > _MOST_GROUPS:
