@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```(?P<kind>console|python|text)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-SNIPPET = re.compile(r'^--8<-- "(?P<path>.+)"$', re.MULTILINE)
 MARKED = re.compile(r"^<!-- check: (?P<name>.+) -->\n(?P<table>(?:\|.*\n)+)", re.MULTILINE)
 PROGRAMS = {"trellis-format": "trellis_format", "trellis-prep": "trellis_prep", "trellis-moe": "trellis_moe"}
 EXTRAS = {"trellis_moe.integrations.transformers": "transformers", "trellis_moe.integrations.vllm": "vllm"}
@@ -49,7 +48,7 @@ def steps(path: Path) -> Iterator[tuple[str, str, str]]:
     blocks = [(match["kind"], match["text"]) for match in BLOCK.finditer(path.read_text())]
     for place, (kind, text) in enumerate(blocks):
         following = blocks[place + 1] if place + 1 < len(blocks) else ("", "")
-        if kind == "python" and not SNIPPET.search(text):
+        if kind == "python":
             yield kind, text, following[1] if following[0] == "text" else ""
         if kind == "console":
             for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:

@@ -367,6 +367,16 @@ def test_whole_experts_add_up(plugin: ModuleType, maps: tuple[list[int], list[in
     assert difference(total, expected_experts(x)) < 2e-3
 
 
+def test_route_weights_may_belong_to_inputs(plugin: ModuleType) -> None:
+    x, (weights, ids) = inputs(256, 5), routes()
+    layer = vllm_hooks.RoutedExperts(describe(), weighs_inputs=True)
+    layer.moe_config.experts_per_token = 1
+    y = load_experts(configure(plugin, TINY), layer).apply(layer, x, weights[:, :1], ids[:, :1], None, None)
+    source, arrays = open_layer_source(TINY, 0)
+    weighted = x.double().numpy() * weights[:, :1].double().numpy()
+    assert difference(y, moe_forward(source, arrays, weighted, ids[:, :1].numpy(), np.ones((5, 1)))) < 2e-3
+
+
 def test_layers_share_one_scratch_and_plan_small_steps(plugin: ModuleType) -> None:
     config = configure(plugin, TINY)
     layers = [vllm_hooks.RoutedExperts(describe(tokens=40, dp_size=2)) for _ in range(2)]
@@ -397,8 +407,6 @@ def test_layers_that_do_not_fit_are_refused(plugin: ModuleType, change: dict[str
 
 def test_what_a_layer_cannot_be_asked_for_is_refused(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(plugin, TINY)
-    with pytest.raises(MoeUnsupportedError, match="route weights on the experts' inputs"):
-        load_experts(config, vllm_hooks.RoutedExperts(describe(), weighs_inputs=True))
     with pytest.raises(MoeUnsupportedError, match=r"experts \[0, 1, 3\] of a rank"):
         load_experts(config, vllm_hooks.RoutedExperts(describe(use_ep=True), [0, 1, -1, 2, -1, -1, -1, -1]))
     monkeypatch.setattr(vllm_hooks.CONFIG.parallel_config, "enable_dbo", True)
@@ -430,3 +438,19 @@ def test_a_cuda_graph_holds_linears_and_experts(plugin: ModuleType) -> None:
     assert difference(y, expected_experts(x.cpu())) < 2e-3
     for name, part in zip("qkv", heads.split([256, 128, 128], dim=-1), strict=True):
         assert difference(part, product(TINY, f"{ATTENTION}.{name}_proj", x.double().cpu().numpy())) < 1e-3
+
+
+def test_a_compiled_graph_holds_linears(plugin: ModuleType) -> None:
+    config, x = configure(plugin, TINY), inputs(256)
+    layer = vllm_hooks.LinearBase(1, 4)  # parts that begin and end inside blocks
+    method = make(plugin, config, layer, f"{ATTENTION}.qkv_proj", [64, 32, 32], 256, 512)
+    compiled = torch.compile(
+        lambda given: method.apply(layer, given), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    assert torch.equal(compiled(x), method.apply(layer, x))
+    assert torch.equal(compiled(x[:2]), method.apply(layer, x[:2]))
+    down = vllm_hooks.LinearBase(1, 4)
+    down.whole_inputs = 256
+    method = make(plugin, config, down, f"{ATTENTION}.o_proj", [256], 64, 256)
+    compiled = torch.compile(lambda given: method.apply(down, given), fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(x[:, 64:128]), method.apply(down, x[:, 64:128]))

@@ -391,11 +391,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not in
         """Refuse what the layer cannot be asked for; nothing is allocated, since the weights come after loading.
 
         Raises:
-            MoeUnsupportedError: if vLLM would run two batches at once over the shared scratch, or weigh inputs.
+            MoeUnsupportedError: if vLLM would run two batches at once over the shared scratch.
         """
         del num_experts, hidden_size, intermediate_size_per_partition, extra_weight_attrs
-        if layer.apply_router_weight_on_input:
-            raise MoeUnsupportedError(f"{self._prefix}: route weights on the experts' inputs are not supported")
         if get_current_vllm_config().parallel_config.enable_dbo:
             raise MoeUnsupportedError("dual batch overlap runs two batches over one scratch; turn --enable-dbo off")
         layer.trellis_device = torch.empty(0).device  # vLLM builds a model under its device
@@ -447,7 +445,11 @@ class Exl3MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not in
                 scratch_bound=SCRATCH_BOUND,
             ),
             activation=ActivationSpec(nonlinearity=source.activation, io_dtype=name, output_dtype=name),
-            routing=RoutingSpec(id_dtype="int32", weight_dtype="float32"),
+            routing=RoutingSpec(
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                id_dtype="int32",
+                weight_dtype="float32",
+            ),
             device=layer.trellis_device,
             extent=rank_extent(geometry.padded_intermediate_size, shares.tp_rank, shares.tp_size, allow_empty=True),
             experts=experts,
