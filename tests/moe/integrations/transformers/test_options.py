@@ -37,7 +37,7 @@ def test_a_load_passes_its_arguments_on_and_its_options_round() -> None:
     assert load_model("there", auto_class=Auto) == ("there", {}, TrellisOptions())
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "scratch_bytes"])
+@pytest.mark.parametrize("name", ["max_tokens", "scratch_bytes", "compile_jobs"])
 def test_numbers_are_checked(name: str) -> None:
     with pytest.raises(MoeValueError, match=f"{name} must be positive, got 0"):
         TrellisOptions(**{name: 0})

@@ -5,6 +5,7 @@ It must not print.  transformers is imported where it is used.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ GENERATE_SCHEMA = "trellis-moe.generate"
 """Name of the report's schema."""
 SCHEMA_VERSION = 1
 """Version of the report; bumped with any change of meaning."""
+_MOST_JOBS = 8  # processes that compile kernels; each takes a few hundred MB
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -145,7 +147,10 @@ def generate(
     tokenizer = _open_tokenizer(request)
     begin = time.perf_counter()
     with _quiet(), progress_bar(show_progress) as tell:
-        options = TrellisOptions(progress=lambda _path, done, total: tell("load", done, total))
+        options = TrellisOptions(
+            compile_jobs=min(os.cpu_count() or 1, _MOST_JOBS),
+            progress=lambda _path, done, total: tell("load", done, total),
+        )
         model = load_model(request.model, options, **_placement(device), **_dtype(request))
     loaded = time.perf_counter()
     ids = torch.tensor([_prompt_ids(request, tokenizer, model)], device=device)

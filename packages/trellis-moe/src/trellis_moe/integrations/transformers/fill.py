@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from trellis_format.decoded import StoredLinear
 from trellis_format.exl3.adapter import trellis_from_exl3
 from trellis_format.source import TrellisSource
+from trellis_kernels.linear import precompile_linears
 from trellis_moe.errors import MoeValueError
 from trellis_moe.integrations.transformers.experts import TrellisExperts
 from trellis_moe.integrations.transformers.options import TrellisOptions
@@ -21,7 +22,7 @@ from trellis_moe.linear import TrellisLinear
 from trellis_moe.module import TrellisMoE
 from trellis_moe.parallel import GridGroups, open_groups, tensor_grid
 from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec, io_dtype_name
-from trellis_prep import RankGrid, prepare_linear
+from trellis_prep import RankGrid, StagingBuffer, prepare_linear
 
 __all__ = ["ModelFiller", "fill_modules"]
 
@@ -38,14 +39,17 @@ def fill_modules(model: PreTrainedModel, skeleton: Skeleton, options: TrellisOpt
         FormatError, PrepError, MoeError: if a file, a plan or the device does not hold up; the model is then unusable.
     """
     _unify_dtypes(model)
-    filler = ModelFiller(model.device, io_dtype_name(model.dtype), options)
     steps: list[PlacedLinear | PlacedExperts] = [*skeleton.linears, *skeleton.experts]
     done, total = 0, sum(placed.nbytes for placed in steps)
-    for placed in steps:
-        model.set_submodule(placed.path, filler.module(placed))
-        done += placed.nbytes
-        if options.progress is not None:
-            options.progress(placed.path, done, total)
+    with StagingBuffer(model.device) as buffer:
+        filler = ModelFiller(buffer, io_dtype_name(model.dtype), options)
+        for placed in steps:
+            model.set_submodule(placed.path, filler.module(placed))
+            done += placed.nbytes
+            if options.progress is not None:
+                options.progress(placed.path, done, total)
+    linears = [module.prepared for module in model.modules() if isinstance(module, TrellisLinear)]
+    precompile_linears(linears, model.dtype, jobs=options.compile_jobs)
 
 
 def _unify_dtypes(model: PreTrainedModel) -> None:
@@ -63,13 +67,14 @@ class ModelFiller:
     """Makes the modules of one model, whose expert layers share scratch and groups of ranks.
 
     Args:
-        device: where.
+        buffer: host memory that all weights pass through on their way to its device.
         dtype: of activations, a key of `IO_DTYPES`.
         options: how.
     """
 
-    def __init__(self, device: torch.device, dtype: str, options: TrellisOptions) -> None:
-        self._device = device
+    def __init__(self, buffer: StagingBuffer, dtype: str, options: TrellisOptions) -> None:
+        self._buffer = buffer
+        self._device = buffer.device
         self._dtype = dtype
         self._options = options
         self._scratch: torch.Tensor | None = None
@@ -86,7 +91,7 @@ class ModelFiller:
     def _linear(self, placed: PlacedLinear) -> TrellisLinear:
         placed.linear.check_marker()
         stored = StoredLinear.of_exl3(placed.linear)
-        prepared = prepare_linear(stored, device=self._device, staging=self._options.staging)
+        prepared = prepare_linear(stored, device=self._device, staging=self._options.staging, buffer=self._buffer)
         return TrellisLinear(prepared, placed.in_features, placed.out_features)
 
     def _experts(self, placed: PlacedExperts) -> TrellisExperts:
@@ -109,6 +114,7 @@ class ModelFiller:
             group=None if options.group is None else self._opened(source, options.group),
             staging=options.staging,
             scratch=self._arena,
+            buffer=self._buffer,
         )
         return TrellisExperts(layer, options.max_tokens)
 

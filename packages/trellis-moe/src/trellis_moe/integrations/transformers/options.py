@@ -32,6 +32,8 @@ class TrellisOptions:
         staging: bounds on the host memory through which weights reach the device.
         group: ranks that share out every expert's intermediate channels, each holding its part; None is one rank.  All
             of them load the same checkpoint and run the same inputs, and every other weight is on each of them.
+        compile_jobs: processes that compile the kernels of linears; more than one needs the persistent cache, and a
+            main module that may be imported.
         progress: called with (module, bytes done, bytes in all) after each quantised module is on the device.
 
     Raises:
@@ -43,10 +45,11 @@ class TrellisOptions:
     scratch_bytes: int = 256 << 20
     staging: TrellisStaging = field(default_factory=TrellisStaging)
     group: dist.ProcessGroup | None = None
+    compile_jobs: int = 1
     progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "scratch_bytes"):
+        for name in ("max_tokens", "scratch_bytes", "compile_jobs"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise MoeTypeError(f"{name} must be an int, got {type(value).__name__}")
