@@ -102,3 +102,10 @@ def test_gpu_layers_are_measured_in_a_graph_and_from_python(arithmetic: str) -> 
     assert [case.mode for case in cases] == ["graph", "eager"]
     assert {case.arithmetic for case in cases} == {arithmetic}
     assert {case.path for case in cases} == {"moe_small"}
+
+
+def test_a_bound_of_scratch_is_kept_and_said(bench: LayerBench) -> None:
+    bound = bench.prepare(5).memory.planned_bytes - 1
+    memory = bench.prepare(5, scratch_bound=bound).memory
+    assert memory.planned_bytes <= bound
+    assert memory.bound_bytes == bound

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from receipt_samples import COMMIT, layer_row, make_receipt
+from trellis_kernels.layers import DeviceLimits
 from trellis_moe.bench import suite
 from trellis_moe.bench.presets import TINY
 from trellis_moe.bench.suite import LayerRun, Suite
@@ -64,6 +65,19 @@ def test_token_counts_can_be_chosen(tmp_path: Path) -> None:
     assert set(counts(tmp_path / "compare.json")) == {3}
 
 
+def test_kernels_can_be_compiled_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[tuple[list[object], object]] = []
+    monkeypatch.setattr(suite, "suite_keys", lambda *_: ["one", "two", "one"])
+    monkeypatch.setattr(suite, "device_limits", lambda device: DeviceLimits("sm_90a", 132))
+    monkeypatch.setattr(suite.compiler, "precompile", lambda keys, jobs: given.append((list(keys), jobs)))
+    assert bench(tmp_path, "--compile-only", "--jobs", "3") == 0
+    assert given == [(["one", "two"], 3)]
+    assert "2 kernels are ready" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_layers_can_be_chosen(tmp_path: Path) -> None:
     assert bench(tmp_path, "--preset", "tiny:mcg:4", "--tokens", "1") == 0
     (row,) = load(tmp_path / "layer.json").rows
@@ -113,7 +127,7 @@ def repository(tmp_path: Path) -> Path:
     page.parent.mkdir(parents=True)
     page.write_text("<!-- receipts measured: begin -->\n<!-- receipts measured: end -->\n")
     (tmp_path / "README.md").write_text("a page\n")
-    write(make_receipt([layer_row(8, 150_000), layer_row(32, 250_000)]), tmp_path / "made" / "all.json")
+    write(make_receipt([layer_row(tokens, 150_000) for tokens in (8, 32, 64)]), tmp_path / "made" / "all.json")
     return tmp_path
 
 

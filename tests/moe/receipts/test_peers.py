@@ -10,9 +10,14 @@ import pytest
 from trellis_moe.bench.presets import PRESETS
 from trellis_moe.errors import MoeValueError
 from trellis_moe.receipts.figures import UNQUANTISED
+from trellis_moe.receipts.packing import pack
 from trellis_moe.receipts.peers import Peer, load_peers
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+ROWS: list[dict[str, object]] = [
+    {"geometry": "GLM-4.5-Air", "codebook": "mul1", "k": "3", "tokens": 8, "ms": 0.459},
+    {"geometry": "Qwen3-30B-A3B", "codebook": None, "k": None, "tokens": 8, "ms": 0.25},
+]
 CONTENT = {
     "schema": "trellis-moe/peer",
     "schema_version": 1,
@@ -22,10 +27,7 @@ CONTENT = {
     "gpu": "NVIDIA H200",
     "torch": "2.11",
     "date": "2026-01-31",
-    "rows": [
-        {"geometry": "GLM-4.5-Air", "codebook": "mul1", "k": "3", "tokens": 8, "ms": 0.459},
-        {"geometry": "Qwen3-30B-A3B", "codebook": None, "k": None, "tokens": 8, "ms": 0.25},
-    ],
+    "rows": ROWS,
 }
 
 
@@ -47,9 +49,9 @@ def test_what_the_repository_has_is_of_measured_layers() -> None:
         assert len(places) == len(set(places))
 
 
-@pytest.mark.parametrize(("name", "value"), [("source", None), ("speed", 3), ("schema_version", 2)])
+@pytest.mark.parametrize(("name", "value"), [("source", None), ("speed", 3), ("schema_version", 2), ("rows", [3])])
 def test_other_files_are_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
     (tmp_path / "peer").mkdir()
-    (tmp_path / "peer" / "another.json").write_text(json.dumps(CONTENT | {name: value}))
+    (tmp_path / "peer" / "another.json").write_text(json.dumps(CONTENT | {"rows": pack(ROWS)} | {name: value}))
     with pytest.raises(MoeValueError, match=rf"another\.json.*{name}"):
         load_peers(tmp_path)

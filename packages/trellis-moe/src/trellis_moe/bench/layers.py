@@ -75,16 +75,22 @@ class Prepared:
 
 
 def plan_layer(
-    preset: Preset, tokens: int, *, device: torch.device, arithmetic: str = "exact", io_dtype: str = "float16"
+    preset: Preset,
+    tokens: int,
+    *,
+    device: torch.device,
+    arithmetic: str = "exact",
+    io_dtype: str = "float16",
+    scratch_bound: int | None = None,
 ) -> ExecutionPlan:
-    """The plan of a launch of exactly so many tokens."""
+    """The plan of a run of exactly so many tokens."""
     source = preset.source()
     return plan_execution(
         plan_weights(source),
         activation=ActivationSpec(
             nonlinearity=preset.activation, io_dtype=io_dtype, output_dtype=io_dtype, arithmetic=arithmetic
         ),
-        capacity=ExecutionCapacity(max_tokens=tokens, top_k=preset.top_k),
+        capacity=ExecutionCapacity(max_tokens=tokens, top_k=preset.top_k, scratch_bound=scratch_bound),
         device=device,
     )
 
@@ -133,19 +139,29 @@ class LayerBench:
         flops = 2 * tokens * preset.top_k * preset.weights_per_expert
         return Work(code_bytes + 4 * tokens * preset.hidden, flops, weights)
 
-    def prepare(self, tokens: int, *, arithmetic: str = "exact", io_dtype: str = "float16") -> Prepared:
+    def prepare(
+        self, tokens: int, *, arithmetic: str = "exact", io_dtype: str = "float16", scratch_bound: int | None = None
+    ) -> Prepared:
         """Bind, launch once into poisoned outputs, and compare them with the reference.
 
         Args:
             tokens: of a launch.
             arithmetic: what the plan may use.
             io_dtype: of x and y.
+            scratch_bound: most bytes of scratch, or None.
 
         Raises:
             ValueError: if an output is outside its bound.
             MoeError: if the plan is refused.
         """
-        plan = plan_layer(self.preset, tokens, device=self.device, arithmetic=arithmetic, io_dtype=io_dtype)
+        plan = plan_layer(
+            self.preset,
+            tokens,
+            device=self.device,
+            arithmetic=arithmetic,
+            io_dtype=io_dtype,
+            scratch_bound=scratch_bound,
+        )
         inputs = self.inputs(tokens, io_dtype)
         scratch = torch.full((plan.required_nbytes(),), 0xFF, dtype=torch.uint8, device=self.device)
         bindings = [bind(plan, experts, scratch) for experts in self.layers]
@@ -157,7 +173,11 @@ class LayerBench:
         launches[0]()  # what a first launch does once is no part of its scratch
         extra = self._allocated_by(launches)
         check = Check(reference=_REFERENCE, error=self._error(tokens, io_dtype, outputs), bound=_BOUNDS[io_dtype])
-        memory = Memory(planned_bytes=plan.required_nbytes(), final_bytes=scratch.numel() + extra)
+        memory = Memory(
+            planned_bytes=plan.required_nbytes(),
+            final_bytes=scratch.numel() + extra,
+            bound_bytes=scratch_bound or 0,
+        )
         wanted = [out.clone() for out in outputs]
         return Prepared(plan, self._case(plan, tokens, io_dtype), launches, outputs, wanted, check, memory)
 
@@ -219,6 +239,7 @@ class LayerBench:
         *,
         arithmetic: str = "exact",
         io_dtype: str = "float16",
+        scratch_bound: int | None = None,
         eager: bool = True,
     ) -> None:
         """Record a layer in a graph, and launched from Python.
@@ -228,13 +249,14 @@ class LayerBench:
             tokens: of a launch.
             arithmetic: what the plan may use; where the plan uses another, nothing is recorded.
             io_dtype: of x and y.
+            scratch_bound: most bytes of scratch, or None.
             eager: whether to time launches from Python too; on a CPU they are all that there is.
 
         Raises:
             ValueError: if an output is outside its bound, or changes from launch to launch.
             MoeError: if the plan is refused.
         """
-        prepared = self.prepare(tokens, arithmetic=arithmetic, io_dtype=io_dtype)
+        prepared = self.prepare(tokens, arithmetic=arithmetic, io_dtype=io_dtype, scratch_bound=scratch_bound)
         if prepared.case.arithmetic != arithmetic:
             recorder.skip(f"{self.preset.key}, {tokens} tokens, {arithmetic}", "the plan takes exact products")
             return

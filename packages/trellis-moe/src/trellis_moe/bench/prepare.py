@@ -16,7 +16,7 @@ from trellis_moe.receipts.schema import Check, Memory, PrepareCase
 from trellis_prep import TrellisStaging, plan_layout
 from trellis_prep.bench import PreparationMeasurement, make_layer, measure_preparation
 
-__all__ = ["GPU_PREPARATIONS", "TINY_PREPARATIONS", "Preparation", "measure_layer_preparations"]
+__all__ = ["FURTHER_PREPARATIONS", "GPU_PREPARATIONS", "TINY_PREPARATIONS", "Preparation", "measure_layer_preparations"]
 
 MIB = 1 << 20
 _REPEATS = 7
@@ -58,7 +58,9 @@ GPU_PREPARATIONS = (
     Preparation(_KIMI_WIDE, 3584, 3072, 896, "2", (64 * MIB,), slots=(0, 12), sparse=True),
     Preparation(_KIMI_NARROW, 3584, 3072, 896, "2", (64 * MIB,), slots=(24, 8), sparse=True),
 )
-"""What is measured on a GPU: 1.1 GB of codes, and two ranks of a Kimi-K3 layer."""
+"""What is asked for: 1.1 GB of codes, forty times as many, and two ranks of a Kimi-K3 layer."""
+FURTHER_PREPARATIONS = (Preparation(LAYER_1GB, 4096, 1408, 128, "4", (32 * MIB, 128 * MIB)),)
+"""Other bounds of the same layer."""
 TINY_PREPARATIONS = (Preparation("tiny layer", 256, 256, 4, "3", (MIB,), layers=("tiny model", 3, MIB)),)
 """What a CPU does in milliseconds; for rehearsals."""
 

@@ -7,6 +7,7 @@ rank's, and the name says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trellis_format.activations import Activation
 from trellis_format.source import TrellisSource
@@ -52,14 +53,20 @@ class Preset:
 
     def source(self) -> TrellisSource:
         """The layer's description; experts, gate and up have input vectors of their own."""
-        return random_source(
-            experts=self.experts,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            codebook=self.codebook,
-            rates=[self.k],
-            activation=self.activation,
-        )
+        return _source(self)
+
+
+@lru_cache(maxsize=32)
+def _source(preset: Preset) -> TrellisSource:
+    """One object for equal presets: its table of rates is large, and it is asked for at every token count."""
+    return random_source(
+        experts=preset.experts,
+        hidden=preset.hidden,
+        intermediate=preset.intermediate,
+        codebook=preset.codebook,
+        rates=[preset.k],
+        activation=preset.activation,
+    )
 
 
 _GLM = Preset("GLM-4.5-Air", 128, 4096, 1408, 8, "mul1", "3")

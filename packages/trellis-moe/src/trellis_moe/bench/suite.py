@@ -21,7 +21,13 @@ from trellis_moe.bench.ceilings import ceiling_keys, measure_copy, measure_decod
 from trellis_moe.bench.contenders import GroupedLayer, compare, compare_cpu, contender_keys
 from trellis_moe.bench.layers import LayerBench, plan_layer
 from trellis_moe.bench.ops import GPU_SIZES, TINY_SIZES, measure_ops
-from trellis_moe.bench.prepare import GPU_PREPARATIONS, TINY_PREPARATIONS, Preparation, measure_layer_preparations
+from trellis_moe.bench.prepare import (
+    FURTHER_PREPARATIONS,
+    GPU_PREPARATIONS,
+    TINY_PREPARATIONS,
+    Preparation,
+    measure_layer_preparations,
+)
 from trellis_moe.bench.presets import PRESETS, TINY, Preset
 from trellis_moe.bench.record import Recorder
 from trellis_moe.errors import MoeError
@@ -30,6 +36,7 @@ __all__ = ["PARTS", "LayerRun", "Suite", "asked_suite", "full_suite", "precompil
 
 PARTS = ("ceiling", "layer", "compare", "op", "prepare")
 """What a suite is made of."""
+_KIMI_BOUND = (320 << 20) - 1  # bytes of scratch; below 320 MiB is asked for
 _EAGER_COUNTS = (1, 8)  # tokens of the launches that are also timed from Python, which costs the same for others
 _RATES = (*(str(k) for k in range(1, 9)), "1.5", "2.5", "3.5")
 
@@ -44,6 +51,7 @@ class LayerRun:
         compared: counts that are measured in turns with other contenders.
         in_bytes: counts that are also measured with the arithmetic `bytes`.
         io_dtype: of x and y.
+        scratch_bound: most bytes of scratch, or None.
     """
 
     preset: Preset
@@ -51,6 +59,7 @@ class LayerRun:
     compared: tuple[int, ...] = ()
     in_bytes: tuple[int, ...] = ()
     io_dtype: str = "float16"
+    scratch_bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ def asked_suite() -> Suite:
         LayerRun(qwen, (1, 8, 32), (128, 512, 1024, 4096, 8192), (1, 8, 32)),
         LayerRun(qwen4, (1, 8, 32, 128, 1024, 8192)),
         LayerRun(PRESETS["deepseek-v3-tp8:mcg:3"], (1, 8, 32), (128, 1024, 8192)),
-        LayerRun(PRESETS["kimi-k3-tp9:mcg:2"], (4096,)),
+        LayerRun(PRESETS["kimi-k3-tp9:mcg:2"], (4096,), scratch_bound=_KIMI_BOUND),
     )
     first = tuple((book, k) for k in ("3", "4", "2") for book in CEILING_CODEBOOKS)
     further = tuple((book, k) for book in CEILING_CODEBOOKS for k in _RATES if (book, k) not in first)
@@ -103,7 +112,8 @@ def full_suite() -> Suite:
         LayerRun(PRESETS["deepseek-v3:mcg:3"], (1, 8, 32), (1024,)),
         LayerRun(qwen, (8, 1024), io_dtype="bfloat16"),
     )
-    return replace(asked, layers=(*asked.layers, *around), on_cpu=((qwen, 1),))
+    preparations = (*asked.preparations, *FURTHER_PREPARATIONS)
+    return replace(asked, layers=(*asked.layers, *around), preparations=preparations, on_cpu=((qwen, 1),))
 
 
 def tiny_suite() -> Suite:
@@ -158,7 +168,14 @@ def _measure_layer(recorder: Recorder, layer: LayerRun, wanted: frozenset[str]) 
         return bench
 
     def take(tokens: int, arithmetic: str) -> Callable[[], None]:
-        return lambda: made().measure(recorder, tokens, arithmetic=arithmetic, io_dtype=layer.io_dtype)
+        return lambda: made().measure(
+            recorder,
+            tokens,
+            arithmetic=arithmetic,
+            io_dtype=layer.io_dtype,
+            scratch_bound=layer.scratch_bound,
+            eager=tokens in _EAGER_COUNTS,
+        )
 
     name = f"{layer.preset.key} {layer.io_dtype}"
     if "layer" in wanted:
@@ -188,7 +205,6 @@ def precompile(recorder: Recorder, suite: Suite, wanted: frozenset[str], *, jobs
     limits = device_limits(recorder.device)
     keys = [] if limits is None else suite_keys(suite, wanted, limits.arch, recorder.device)
     compiler.precompile(dict.fromkeys(keys), jobs=jobs)
-    torch.cuda.synchronize()
     recorder.tell(f"    {len(set(keys))} kernels are ready")
 
 
@@ -209,7 +225,14 @@ def suite_keys(suite: Suite, wanted: frozenset[str], arch: str, device: torch.de
 
 def _plan_keys(layer: LayerRun, tokens: int, arithmetic: str, device: torch.device) -> Sequence[KernelKey]:
     try:
-        plan = plan_layer(layer.preset, tokens, device=device, arithmetic=arithmetic, io_dtype=layer.io_dtype)
+        plan = plan_layer(
+            layer.preset,
+            tokens,
+            device=device,
+            arithmetic=arithmetic,
+            io_dtype=layer.io_dtype,
+            scratch_bound=layer.scratch_bound,
+        )
     except MoeError:
         return ()
     return plan.compile_keys()

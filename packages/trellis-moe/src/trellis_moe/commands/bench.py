@@ -49,6 +49,7 @@ def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
         one.add_argument("--samples", type=int, default=12, help="of each row, 5 to 64 (default 12)")
         one.add_argument("--device", choices=("cpu", "cuda"), help="default cuda; cpu rehearses on a tiny layer")
         one.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one for each CPU)")
+        one.add_argument("--compile-only", action="store_true", help="fill the cache of kernels, and measure nothing")
         one.add_argument(
             "--asked", action="store_true", help="only what figures were asked for, not what surrounds them"
         )
@@ -75,7 +76,7 @@ def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
 def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]) -> int:
     from trellis_moe.bench.machine import find_commit
     from trellis_moe.bench.record import Recorder
-    from trellis_moe.bench.suite import PARTS, run
+    from trellis_moe.bench.suite import PARTS, precompile, run
     from trellis_moe.commands.layer import choose_device
     from trellis_moe.receipts.store import write
 
@@ -87,6 +88,9 @@ def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]
     commit = find_commit(options.commit, dirty=options.dirty)
     recorder = Recorder(device, seconds=options.seconds, samples=options.samples, tell=tell)
     parts = PARTS if name == "all" else (name,)
+    if options.compile_only:
+        precompile(recorder, _suite(options, device.type), frozenset(parts), jobs=options.jobs)
+        return 0
     run(recorder, _suite(options, device.type), parts, jobs=options.jobs)
     path = options.out / f"{name}.json"
     write(recorder.receipt(_command(name, options), commit), path)

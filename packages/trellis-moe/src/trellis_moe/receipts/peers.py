@@ -5,12 +5,14 @@ They have no raw samples, so they are shown beside receipts with their source, a
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trellis_moe.errors import MoeValueError
+from trellis_moe.receipts.packing import unpack
 
 __all__ = ["PEER_FOLDER", "Peer", "PeerRow", "load_peers"]
 
@@ -78,7 +80,7 @@ class Peer(_Part):
 
 
 def load_peers(benchmarks: Path) -> tuple[Peer, ...]:
-    """Every file of other projects' measurements, by name.
+    """Every file of other projects' measurements, by name; their rows are packed as those of receipts are.
 
     Args:
         benchmarks: the folder `docs/benchmarks`.
@@ -89,7 +91,11 @@ def load_peers(benchmarks: Path) -> tuple[Peer, ...]:
     found = []
     for path in sorted((benchmarks / PEER_FOLDER).glob("*.json")):
         try:
-            found.append(Peer.model_validate_json(path.read_bytes()))
+            content = json.loads(path.read_bytes())
+            content["rows"] = unpack(content["rows"])
+            found.append(Peer.model_validate_json(json.dumps(content)))
+        except (KeyError, TypeError) as error:
+            raise MoeValueError(f"{path}: rows are no tables: {error}") from error
         except ValidationError as error:
             raise MoeValueError(f"{path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
     return tuple(found)

@@ -50,7 +50,7 @@ _DPI = 60
 _COLOUR_COUNT = 16  # of a PNG, which is a third of its size without
 _COLOURS = {"trellis": "tab:blue", "exllamav3": "tab:red", UNQUANTISED: "tab:gray"}
 _TICKS = [4**power for power in range(8)]  # token counts
-_LEAST_COUNTS = 3  # token counts of a layer that is drawn
+_LEAST_COUNTS = 3  # of rows that make a panel
 _MIB = 1 << 20
 
 
@@ -110,7 +110,7 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
 def _smaller(svg: str) -> str:
     """The same drawing in a fifth of the bytes: tenths of a point, styles said once, nothing that draws nothing."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"(\.\d)\d+", r"\1", svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), svg)
     svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
     svg = re.sub(r"<g [^>]*/>", "", svg)
     svg = re.sub(r'<g id="[a-z0-9_.]+">', "<g>", svg)
@@ -217,6 +217,7 @@ def _roofline(receipts: Sequence[Receipt], peers: Sequence[Peer]) -> Figure | No
             case = row.case
             if isinstance(case, LayerCase) and (case.contender, case.mode) == ("trellis", "graph"):
                 by_rate.setdefault(case.k, []).append((receipt, case, row))
+    by_rate = {k: rows for k, rows in by_rate.items() if len(rows) >= _LEAST_COUNTS}
     if not by_rate:
         return None
     figure, panels = _panels(len(by_rate))
