@@ -15,7 +15,7 @@ from trellis_format.exl3.linear import describe_linear
 from trellis_format.files.arrays import FileArray, ShardReader
 from trellis_format.files.header import read_header
 from trellis_format.rates import Rate
-from trellis_prep import PrepTypeError, PrepValueError, TrellisStaging, prepare_linear
+from trellis_prep import PrepStateError, PrepTypeError, PrepValueError, StagingBuffer, TrellisStaging, prepare_linear
 from trellis_prep.linear import plan_linear
 
 SHAPES = [(384, 256), (128, 640)]
@@ -61,6 +61,20 @@ def test_every_byte_arrives_through_any_bound(
     assert seen[-1] == (found.nbytes, found.nbytes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert reader.bytes_read == sum(tensor.nbytes for name, tensor in tensors.items() if name != "m.mul1")
+
+
+def test_a_buffer_serves_one_linear_after_another(tmp_path: Path) -> None:
+    with StagingBuffer("cpu") as buffer:
+        for bits, k in ((3, 384), (8, 256), (1, 128)):
+            folder = tmp_path / str(k)
+            folder.mkdir()
+            tensors = make(bits, k, 256)
+            found = prepare_linear(stored(folder, tensors)[0], buffer=buffer, poison=True)
+            assert np.array_equal(found.codes.numpy(), tensors["m.trellis"])
+        assert 0 < buffer.nbytes <= TrellisStaging().max_bytes
+        buffer.close()
+        with pytest.raises(PrepStateError, match="is closed"):
+            prepare_linear(stored(tmp_path / "128", tensors)[0], buffer=buffer)
 
 
 @pytest.mark.parametrize("bound", [256, 300, 4096, 1 << 20])

@@ -8,7 +8,7 @@ import torch
 
 from trellis_format.source import TrellisWeights
 from trellis_moe.plan import WeightPlan
-from trellis_prep import PreparedExperts, TrellisStaging, prepare
+from trellis_prep import PreparedExperts, StagingBuffer, TrellisStaging, prepare
 
 __all__ = ["prepare_weights"]
 
@@ -20,6 +20,7 @@ def prepare_weights(
     device: torch.device | str | None = None,
     staging: TrellisStaging | None = None,
     progress: Callable[[int, int], None] | None = None,
+    buffer: StagingBuffer | None = None,
 ) -> PreparedExperts:
     """Stream the planned share of a layer to a device.
 
@@ -29,9 +30,12 @@ def prepare_weights(
         device: `cpu` (default) or a CUDA device.
         staging: bounds on host slots.
         progress: called with (bytes done, bytes in all).
+        buffer: host memory that is kept from layer to layer; None takes its own for this one.
 
     Raises:
         PrepValueError: if the device cannot be used or the staging bound is too small.
         FormatValueError: if a file is short or changed while it is read.
     """
-    return prepare(plan.source, weights, device=device, staging=staging, extent=plan.extent, progress=progress)
+    return prepare(
+        plan.source, weights, device=device, staging=staging, extent=plan.extent, progress=progress, buffer=buffer
+    )

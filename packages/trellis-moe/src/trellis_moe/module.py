@@ -26,7 +26,7 @@ from trellis_moe.parallel.reduction import ReduceSpec
 from trellis_moe.parallel.share import LayerShare, layer_share, tensor_grid
 from trellis_moe.plan import ExecutionPlan, plan_weights
 from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec, io_dtype_name
-from trellis_prep import PreparedExperts, RankGrid, TrellisStaging, select_experts
+from trellis_prep import PreparedExperts, RankGrid, StagingBuffer, TrellisStaging, select_experts
 from trellis_prep.expert_ranges import expert_map
 
 __all__ = ["TrellisMoE"]
@@ -60,6 +60,7 @@ class TrellisMoE(torch.nn.Module):
         scratch: `[bytes] uint8` on the device, at least `plan.required_nbytes()`, which layers that run one after the
             other may share, or a function that gives one of at least so many bytes; None allocates it.
         progress: called with (bytes prepared, bytes in all).
+        buffer: host memory of preparation that is kept from layer to layer; None takes its own for this one.
 
     Raises:
         MoeTypeError, MoeValueError, MoeUnsupportedError, PrepError: if a declaration does not hold up.
@@ -83,6 +84,7 @@ class TrellisMoE(torch.nn.Module):
         staging: TrellisStaging | None = None,
         scratch: torch.Tensor | Callable[[int], torch.Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        buffer: StagingBuffer | None = None,
     ) -> None:
         super().__init__()
         spec = activation if activation is not None else _own_law(source, dtype)
@@ -104,7 +106,7 @@ class TrellisMoE(torch.nn.Module):
             device=device,
         )
         prepared = prepare_weights(
-            plan.execution.weights, share.weights, device=device, staging=staging, progress=progress
+            plan.execution.weights, share.weights, device=device, staging=staging, progress=progress, buffer=buffer
         )
         arena = scratch(plan.required_nbytes()) if callable(scratch) else scratch
         self._attach(bind_parallel(plan, prepared, groups, arena, expert_map=share.expert_map))

@@ -22,6 +22,7 @@ from trellis_prep.lanes import Move
 from trellis_prep.layout import TensorSpec
 from trellis_prep.loads import flat_bytes
 from trellis_prep.preparation import Progress, stream_tensors
+from trellis_prep.stage import StagingBuffer
 from trellis_prep.staging import TrellisStaging, plan_slots
 from trellis_prep.transfer import Load, Read
 
@@ -156,6 +157,7 @@ def prepare_linear(
     staging: TrellisStaging | None = None,
     progress: Progress | None = None,
     poison: bool = False,
+    buffer: StagingBuffer | None = None,
 ) -> PreparedLinear:
     """Put a linear on a device.
 
@@ -167,6 +169,7 @@ def prepare_linear(
         staging: bounds on host slots; default 64 MiB.
         progress: called with (bytes done, bytes in all) after each slot's copies were issued.
         poison: overwrite staging slots after their release, to find late readers.
+        buffer: host memory that is kept from one preparation to the next; None takes its own for this one.
 
     Raises:
         PrepTypeError: if an argument has the wrong type.
@@ -174,12 +177,17 @@ def prepare_linear(
         FormatValueError: if a file is short or changed, or a scale or the bias is not finite.
         PrepMemoryError: if memory runs out on the host or the device; names what for.
         PrepDeviceError: if a copy fails.
-        PrepStateError: if a CUDA graph is being captured.
+        PrepStateError: if a CUDA graph is being captured, or the buffer is in use or closed.
     """
     plan = plan_linear(linear, staging=staging)
     target = resolve_device(device)
     tensors = stream_tensors(
-        plan, target, lambda tensors: _loads(plan, linear, tensors), progress=progress, poison=poison
+        plan,
+        target,
+        lambda tensors: _loads(plan, linear, tensors),
+        progress=progress,
+        poison=poison,
+        buffer=buffer,
     )
     return PreparedLinear(
         codebook=plan.layout.codebook,

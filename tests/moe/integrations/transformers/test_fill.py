@@ -24,6 +24,8 @@ from trellis_moe.integrations.transformers import quantizer as quantizer_module
 from trellis_moe.linear import TrellisLinear
 from trellis_moe.module import TrellisMoE
 from trellis_prep import TrellisStaging
+from trellis_prep import slots as slots_module
+from trellis_prep import stage as stage_module
 
 Models = Callable[..., tuple[Path, Path]]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -146,6 +148,23 @@ def test_layers_share_one_scratch(models: Models, monkeypatch: pytest.MonkeyPatc
     model = load(models("qwen3_moe")[0], "cpu")
     assert len(given) == len(modules(model, TrellisExperts)) == 2
     assert given[0] is given[1]
+
+
+def test_all_weights_pass_through_one_staging_buffer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    host_buffer = stage_module.HostBuffer
+
+    def noted(nbytes: int, **keywords: Any) -> Any:
+        taken.append(nbytes)
+        return host_buffer(nbytes, **keywords)
+
+    monkeypatch.setattr(stage_module, "HostBuffer", noted)
+    monkeypatch.setattr(slots_module, "HostBuffer", noted)
+    bound = 1 << 17
+    model = load_model(models("qwen3_moe")[0], TrellisOptions(**SMALL, staging=TrellisStaging(max_bytes=bound)))
+    assert taken == sorted(set(taken))  # it only ever grows, and the second layer finds it large enough
+    assert taken[-1] <= bound
+    assert len(taken) < len(modules(model, TrellisLinear))
 
 
 def test_a_long_input_is_cut_into_launches(models: Models) -> None:
