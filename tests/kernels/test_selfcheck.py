@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pytest
@@ -89,3 +91,16 @@ def test_gpu_every_kernel_passes() -> None:
     checks = list(run_checks(torch.device("cuda", 0)))
     assert [check for check in checks if not check.is_good] == []
     assert {check.backend for check in checks} == {"cpu", "cute"}
+
+
+def test_the_compiler_is_there_or_not_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(selfcheck, "version", missing)
+    assert selfcheck.compiler_state() == (None, None)
+    monkeypatch.setattr(selfcheck, "version", lambda name: "4.8.1")
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    assert selfcheck.compiler_state() == ("4.8.1", "ModuleNotFoundError")
+    monkeypatch.setitem(sys.modules, "cutlass", sys)
+    assert selfcheck.compiler_state() == ("4.8.1", None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -73,20 +71,19 @@ def test_the_self_check_can_be_left_out(kept: Path) -> None:
     assert [finding for finding in doctor(CPU, checks=False) if finding.what == "self-check"] == []
 
 
-def test_a_missing_compiler_is_a_note_without_a_gpu_and_bad_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.version", missing)
-    assert module._compiler(CPU).state == "note"
-    assert module._compiler(torch.device("cuda")).state == "bad"
-
-
-def test_a_compiler_that_cannot_be_imported_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.8.1")
-    monkeypatch.setitem(sys.modules, "cutlass", None)
-    found = module._compiler(CPU)
-    assert (found.state, found.text) == ("bad", "4.8.1 is installed, and importing it raises ModuleNotFoundError")
+@pytest.mark.parametrize(
+    ("found", "failure", "on_cpu", "on_gpu"),
+    [
+        (None, None, "note", "bad"),
+        ("4.8.1", "ImportError", "bad", "bad"),
+        ("4.8.1", None, "ok", "ok"),
+    ],
+)
+def test_a_compiler_is_needed_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, failure: str | None, on_cpu: str, on_gpu: str
+) -> None:
+    monkeypatch.setattr("trellis_kernels.selfcheck.compiler_state", lambda: (found, failure))
+    assert [module._compiler(torch.device(kind)).state for kind in ("cpu", "cuda")] == [on_cpu, on_gpu]
 
 
 def test_a_cache_that_others_may_write_is_bad(kept: Path) -> None:

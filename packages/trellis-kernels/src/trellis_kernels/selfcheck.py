@@ -5,6 +5,7 @@ Inputs are fixed patterns, so that two machines that disagree can compare rows.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from trellis_kernels.errors import KernelUnsupportedError
 from trellis_kernels.ops import BACKENDS, OPS, implementation
 from trellis_kernels.routes import PackedRoutes
 
-__all__ = ["Check", "environment_lines", "pattern_codes", "run_checks"]
+__all__ = ["Check", "compiler_state", "environment_lines", "pattern_codes", "run_checks"]
 
 _WORD_STEP = 0x9E3779B1  # the golden ratio's fraction in 32 bits, odd, so that words do not repeat
 _TOKENS, _TOP_K, _EXPERTS, _CHANNELS = 5, 3, 4, 256
@@ -56,6 +57,24 @@ class Check:
     def is_good(self) -> bool:
         """Whether nothing is wrong."""
         return self.outcome == "ok" or self.outcome.startswith("skipped")
+
+
+def compiler_state() -> tuple[str | None, str | None]:
+    """Whether kernels can be compiled here.
+
+    Returns:
+        The version of nvidia-cutlass-dsl, None where it is not installed; and the name of the exception that importing
+        it raises, None where it can be imported or is not installed.
+    """
+    try:
+        found = version("nvidia-cutlass-dsl")
+    except PackageNotFoundError:
+        return None, None
+    try:
+        importlib.import_module("cutlass")
+    except Exception as error:  # noqa: BLE001  # a broken installation may raise anything, and is what is looked for
+        return found, type(error).__name__
+    return found, None
 
 
 def environment_lines(device: torch.device) -> list[str]:

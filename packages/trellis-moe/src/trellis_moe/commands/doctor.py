@@ -111,18 +111,14 @@ def _device(device: Any) -> Finding:
 
 
 def _compiler(device: Any) -> Finding:
-    from importlib.metadata import PackageNotFoundError, version
+    from trellis_kernels.selfcheck import compiler_state
 
-    try:
-        found = version("nvidia-cutlass-dsl")
-    except PackageNotFoundError:
+    found, failure = compiler_state()
+    if found is None:
         state = "bad" if device.type == "cuda" else "note"
         return Finding("nvidia-cutlass-dsl", state, "not installed: kernels can be neither compiled nor launched")
-    try:
-        import cutlass  # noqa: F401  # its import is the check
-    except Exception as error:  # noqa: BLE001  # a broken installation may raise anything, and is what is looked for
-        reason = type(error).__name__  # its text may have paths
-        return Finding("nvidia-cutlass-dsl", "bad", f"{found} is installed, and importing it raises {reason}")
+    if failure is not None:
+        return Finding("nvidia-cutlass-dsl", "bad", f"{found} is installed, and importing it raises {failure}")
     return Finding("nvidia-cutlass-dsl", "ok", f"{found}, can be imported")
 
 
