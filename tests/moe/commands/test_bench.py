@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_token_counts_can_be_chosen(tmp_path: Path) -> None:
     assert counts(tmp_path / "layer.json") == [2, 1]
     assert bench(tmp_path, "--tokens", "3", part="compare") == 0
     assert set(counts(tmp_path / "compare.json")) == {3}
+
+
+def test_a_request_to_terminate_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminate(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(suite, "compare", terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    assert bench(tmp_path, part="all") == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert counts(tmp_path / "all.json") == [1]
+    assert [each.why for each in load(tmp_path / "all.json").skipped] == ["interrupted"]
 
 
 def test_kernels_can_be_compiled_beforehand(

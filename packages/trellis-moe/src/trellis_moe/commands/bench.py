@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,11 +93,33 @@ def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]
     if options.compile_only:
         precompile(recorder, _suite(options, device.type), frozenset(parts), jobs=options.jobs)
         return 0
-    run(recorder, _suite(options, device.type), parts, jobs=options.jobs)
-    path = options.out / f"{name}.json"
+    suite, path = _suite(options, device.type), options.out / f"{name}.json"
+    interrupted = False
+    try:
+        with _termination_interrupts():
+            run(recorder, suite, parts, jobs=options.jobs)
+    except KeyboardInterrupt:
+        interrupted = True  # what was measured is kept
+        recorder.skip("the rest", "interrupted")
     write(recorder.receipt(_command(name, options), commit), path)
     tell(f"{len(recorder.rows)} rows in {recorder.elapsed:.0f} s: {path}")
+    if interrupted:
+        raise KeyboardInterrupt
     return 0
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Let a request to terminate interrupt, as a keyboard does, so that what was measured can be written."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _suite(options: argparse.Namespace, device_type: str) -> Suite:
