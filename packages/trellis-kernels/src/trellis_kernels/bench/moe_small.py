@@ -12,12 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from trellis_format.source import TrellisSource
 from trellis_kernels.bench.layers import float64_forward, random_experts, random_source
+from trellis_kernels.bench.timing import Launch, eager_samples, graph_samples
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.moe_key import MoeSmallKey, scratch_nbytes
@@ -193,40 +195,18 @@ def _measure(bench: LayerBench, tokens: int, change: dict[str, Any], profile: bo
     return row | ({"kernels_us": _kernel_us(launch)} if profile else {})
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
-
-
 def graph_us(launch: Callable[[int], None], replays: int = _REPLAYS) -> float:
     """Median microseconds of a launch, over replays of a graph of all of them."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(_LAUNCHES):
-            launch(index)
-    samples: list[float] = []
-    for turn in range(replays + 3):
-        first, last = _event(), _event()
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            samples.append(first.elapsed_time(last) * 1e3 / _LAUNCHES)
-    return statistics.median(samples)
+    return graph_samples(_launches(launch), count=replays, least=_LAUNCHES).microseconds
 
 
 def eager_us(launch: Callable[[int], None]) -> float:
     """Median microseconds of a launch from Python, queued back to back."""
-    samples = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(2):
-            for index in range(_LAUNCHES):
-                launch(index)
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) * 1e6 / (2 * _LAUNCHES))
-    return statistics.median(samples)
+    return eager_samples(_launches(launch) * 2, device=torch.device("cuda"), count=5).microseconds
+
+
+def _launches(launch: Callable[[int], None]) -> list[Launch]:
+    return [partial(launch, index) for index in range(_LAUNCHES)]
 
 
 def _kernel_us(launch: Callable[[int], None]) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from trellis_kernels.bench.layers import float64_forward, random_experts, random_source
 from trellis_kernels.bench.moe_small import GEOMETRIES, Geometry
+from trellis_kernels.bench.timing import graph_samples
 from trellis_kernels.cute.prefill_plan import PrefillPlan, plan_prefill
 
 __all__ = ["kernel_part", "main", "make_plan"]
@@ -85,7 +85,7 @@ def _measure(plan: PrefillPlan) -> dict[str, Any]:
     launch()
     truth = float64_forward(experts, x[:_CHECKED], ids[:_CHECKED], weights[:_CHECKED])
     error = float((out[:_CHECKED].double() - truth).norm() / truth.norm())
-    millis = _graph_ms(launch)
+    millis = graph_samples([launch], count=_REPLAYS, least=1).microseconds / 1e3
     operations = 2 * tokens * plan.top_k * plan.hidden * plan.width * (3 if plan.activation.gated else 2)
     return {
         "tokens": tokens,
@@ -97,26 +97,6 @@ def _measure(plan: PrefillPlan) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-
-
-def _graph_ms(launch: Callable[[], None]) -> float:
-    """Median milliseconds of a graph of one launch."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    samples: list[float] = []
-    for turn in range(_REPLAYS + 3):
-        first, last = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves the class untyped
-            for _ in range(2)
-        )
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            samples.append(first.elapsed_time(last))
-    return statistics.median(samples)
 
 
 def _kernels_ms(launch: Callable[[], None]) -> dict[str, float]:
