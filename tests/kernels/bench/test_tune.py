@@ -35,7 +35,7 @@ def test_pairs_are_legal_and_distinct(name: str, tokens: int) -> None:
     from trellis_kernels.cute.moe_up import up_shared_bytes
 
     key = planned(name, tokens)
-    found = pairs(key, tokens, 132)
+    found = pairs(key, GEOMETRIES[name].experts, tokens, 132)
     assert len(set(found)) == len(found) > 4
     for up, down in found:
         candidate = replace(key, up=up, down=down)

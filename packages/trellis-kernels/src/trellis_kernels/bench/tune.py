@@ -7,7 +7,6 @@ the SMs while up drains, so pairs are measured and not the two apart.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import time
@@ -28,6 +27,8 @@ from trellis_kernels.errors import KernelError
 __all__ = ["main", "pairs"]
 
 _REPLAYS = 8
+_RING = Tiling(slices=2, stages=3, resident=1, in_shared=True)
+_FREE = Tiling(resident=1)  # steps in registers, as many as the compiler likes
 _BOUND = 1e-3  # relative L2 that every candidate must meet
 
 Point = tuple[str, str, int]
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.seconds
     points = [(name, arithmetic, int(tokens)) for name, arithmetic, tokens in (p.split(":") for p in options.points)]
-    candidates = {point: _candidates(_planned(point), point[2]) for point in points}
+    candidates = {point: _candidates(point) for point in points}
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, [key for keys in candidates.values() for key in keys]))
     benches: dict[str, LayerBench] = {}
@@ -58,39 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(row | _described(best)), flush=True)
 
 
-def pairs(key: MoeSmallKey, tokens: int, multiprocessors: int) -> list[tuple[Tiling, Tiling]]:
-    """Tilings of up and down that are worth a measurement together.
+def pairs(key: MoeSmallKey, experts: int, tokens: int, multiprocessors: int) -> list[tuple[Tiling, Tiling]]:
+    """Tilings of up and down that are worth a measurement together, for a layer of some experts.
 
     Splits make one or two waves of two thread blocks an SM from the experts that a launch is expected to read.
     """
-    hit = 1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** tokens
-    units = key.num_experts * hit * (key.width // BLOCK)
+    hit = 1 - (1 - min(key.top_k / experts, 1.0)) ** tokens
+    units = experts * hit * (key.width // BLOCK)
     most = max(key.padded_hidden // STEP_CHANNELS // 6, 1)  # three steps for each of two slices
     split = min(max(round(2 * multiprocessors / units), 1), most)
-    if tokens < 4:
-        ups = [Tiling(split=split), Tiling(split=max(split * 2 // 3, 1)), Tiling(split=split, slices=4, resident=1)]
-        downs = [Tiling(slices=4), Tiling(slices=4, split=2), Tiling(blocks=2, slices=2), Tiling(slices=2, split=2)]
-        return list(dict.fromkeys(itertools.product(ups, downs)))
+    if key.direct:
+        ups = [_RING, replace(_RING, stages=4), _FREE]
+        downs = [
+            replace(tiling, slices=slices, blocks=blocks)
+            for tiling in (_RING, _FREE)
+            for slices, blocks in ((4, 1), (2, 1), (4, 2), (2, 2))
+        ]
+        return [(replace(up, split=split), down) for up in ups for down in downs]
+    narrow, wide = replace(_RING, slices=1), replace(_RING, slices=1, blocks=2)
     small = [
-        (
-            Tiling(slices=2, resident=3, stages=3, in_shared=True),
-            Tiling(slices=2, resident=5, stages=3, in_shared=True),
-        ),
-        (
-            Tiling(slices=1, resident=5, stages=3, in_shared=True),
-            Tiling(slices=2, resident=5, stages=3, in_shared=True),
-        ),
-        (Tiling(slices=1, resident=5, stages=3, in_shared=True), Tiling(blocks=2, slices=1, stages=2, resident=4)),
-        (
-            Tiling(slices=1, resident=4, stages=3, in_shared=True),
-            Tiling(slices=2, resident=4, stages=3, in_shared=True),
-        ),
-        (
-            Tiling(slices=1, resident=4, stages=3, in_shared=True),
-            Tiling(blocks=2, slices=1, resident=4, stages=3, in_shared=True),
-        ),
-        (Tiling(slices=2), Tiling(slices=2, resident=5, stages=3, in_shared=True)),
-        (Tiling(slices=2), Tiling(blocks=2, slices=1, stages=2, resident=4)),
+        (_RING, _RING),
+        (narrow, _RING),
+        (narrow, wide),
+        (_RING, wide),
+        (replace(_RING, stages=2), replace(_RING, stages=2)),
+        (_FREE, _RING),
+        (_FREE, _FREE),
     ]
     splits = sorted({split, min(3 * split, most)}) if units < 3 * multiprocessors else [split]
     return [(replace(up, split=split), down) for split in splits for up, down in small]
@@ -101,9 +95,11 @@ def _planned(point: Point) -> MoeSmallKey:
     return make_key(GEOMETRIES[name], tokens, {"arithmetic": arithmetic})
 
 
-def _candidates(planned: MoeSmallKey, tokens: int) -> list[MoeSmallKey]:
+def _candidates(point: Point) -> list[MoeSmallKey]:
+    planned = _planned(point)
     keys = [planned]
-    for up, down in pairs(planned, tokens, torch.cuda.get_device_properties(0).multi_processor_count):
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for up, down in pairs(planned, GEOMETRIES[point[0]].experts, point[2], processors):
         try:
             keys.append(replace(planned, up=up, down=down))
         except KernelError:

@@ -76,6 +76,11 @@ class Tiling:
     resident: int = 2
     in_shared: bool = False
 
+    def __str__(self) -> str:
+        place = "ring" if self.in_shared else "registers"
+        room = f" resident {self.resident}" if self.resident > 1 else ""
+        return f"{self.blocks}x{self.slices}/{self.split} {place} {self.stages}{room}"
+
     def __post_init__(self) -> None:
         for name in ("blocks", "slices", "split", "stages", "resident"):
             if getattr(self, name) < 1:
@@ -275,7 +280,7 @@ class MoeSmallKey(KernelKey):
         return (
             f"{self.kernel} {self.arch} {self.codebook} K={rates} {self.padded_hidden}x{self.width} "
             f"E<={self.max_experts} top {self.top_k} {self.activation.kind} {self.x_dtype} "
-            f"{self.arithmetic} {'direct' if self.direct else f'rows {self.group_rows}'}"
+            f"{self.arithmetic} {'direct' if self.direct else f'rows {self.group_rows}'} {self.up}, {self.down}"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trellis_format.codebooks import EXL3_CODEBOOKS
 from trellis_format.extent import BLOCK
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS
 from trellis_kernels.cute.moe_key import Tiling
@@ -55,8 +56,10 @@ def _ring(slices: int = 2, *, split: int = 1, blocks: int = 1, stages: int = 3) 
     return Tiling(blocks=blocks, slices=slices, split=split, stages=stages, resident=1, in_shared=True)
 
 
-_WIDE = Tiling(blocks=2, slices=1, resident=4)
-_SMALL = Tiling(slices=2, resident=4)
+def _free(slices: int = 2, *, split: int = 1, blocks: int = 1) -> Tiling:
+    """Steps in registers, as many of them as the compiler likes: a bound on registers makes it use and spill them."""
+    return Tiling(blocks=blocks, slices=slices, split=split, resident=1)
+
 
 _MEASURED: dict[Shape, dict[int, Choice]] = {
     Shape("sm_90a", "bytes", "mul1", 4096, 1408, 128, 8): {
@@ -69,7 +72,7 @@ _MEASURED: dict[Shape, dict[int, Choice]] = {
         128: Choice(_ring(), _ring(), 2),
     },
     Shape("sm_90a", "bytes", "mul1", 2048, 768, 128, 8): {
-        1: Choice(Tiling(split=5, resident=1), Tiling(slices=4, resident=1), direct=True),
+        1: Choice(_free(split=5), _free(4), direct=True),
         8: Choice(_ring(1, split=3), _ring()),
         32: Choice(_ring(), _ring()),
     },
@@ -122,12 +125,15 @@ def _by_rule(shape: Shape, max_tokens: int, multiprocessors: int) -> Choice:
         # one wave of two thread blocks an SM for gate and up, as many warps as there is work for down
         split = min(max(round(2 * multiprocessors / units), 1), most_split, shape.padded_hidden // BLOCK)
         slices = max(min(down_steps // _LEAST_STEPS, 4), 1)
-        up, down = (_ring(split=split), _ring(slices)) if has_rings else (Tiling(split=split), Tiling(slices=slices))
+        up, down = (_ring(split=split), _ring(slices)) if has_rings else (_free(split=split), _free(slices))
         return Choice(up, down, direct=True)
     columns = 1 if rows <= _COLUMN_ROWS[shape.arithmetic] else 2
     wave = max(round(2 * multiprocessors / units), 1)  # thread blocks that share a unit, for two on every SM
     if not has_rings:
-        return Choice(Tiling(split=min(wave, most_split)), _WIDE if is_narrow else _SMALL, columns)
+        return Choice(_free(split=min(wave, most_split)), _free(1, blocks=2) if is_narrow else _free(), columns)
+    if shape.codebook not in EXL3_CODEBOOKS:
+        # with a table, whose decoding takes registers, smaller thread blocks are compiled to spill
+        return Choice(_ring(split=min(wave, most_split)), _ring(2 if is_narrow else 4, blocks=2 if is_narrow else 1))
     down = _ring(1, blocks=2) if is_narrow else _ring()
     if units < 3 * multiprocessors:
         return Choice(_ring(1, split=min(3 * wave, most_split)), down, columns)

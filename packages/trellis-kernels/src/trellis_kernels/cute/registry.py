@@ -9,6 +9,7 @@ from trellis_format.codebooks import CODEBOOKS
 from trellis_kernels.arguments import FULL_TABLE_CODEBOOK, FULL_TABLE_RATE, TABLES
 from trellis_kernels.cute.archs import get_arch
 from trellis_kernels.cute.keys import VALUE_BYTES, DecodeKey, KernelKey
+from trellis_kernels.cute.moe_registry import moe_small_keys
 from trellis_kernels.cute.op_keys import op_keys
 from trellis_kernels.cute.prefill_key import prefill_keys
 
@@ -23,7 +24,7 @@ def registered_keys(arch: str) -> tuple[KernelKey, ...]:
     Raises:
         KernelValueError: if the target is unknown.
     """
-    return (*decode_keys(arch), *op_keys(arch), *prefill_keys(arch))
+    return (*decode_keys(arch), *op_keys(arch), *prefill_keys(arch), *moe_small_keys(arch))
 
 
 def decode_keys(arch: str) -> tuple[DecodeKey, ...]:
