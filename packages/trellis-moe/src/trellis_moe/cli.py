@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words after the program's name; None takes the process's.
 
     Returns:
-        0 if all went well; 1 if the demo is outside its bounds or stdout cannot be written; 2 if an argument or a file
-        was refused; 130 after an interrupt.
+        0 if all went well; 1 if the demo is outside its bounds, the doctor finds something wrong, a table is stale or
+        stdout cannot be written; 2 if an argument or a file was refused; 130 after an interrupt.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
