@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,3 +136,35 @@ def test_data_begins_where_the_largest_element_may(path: Path) -> None:
     entries = json.loads(data[8 : 8 + length])
     assert (8 + length) % 8 == 0
     assert entries["descriptors"]["data_offsets"][0] % 8 == 0
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_what_killed_writers_left_is_swept_and_nothing_else(
+    tmp_path: Path, prepared: PreparedExperts, locked: bool
+) -> None:
+    left = tmp_path / ".x.safetensors.1.ab.tmp"
+    for path in (left, tmp_path / "notes.tmp"):
+        path.write_bytes(b"part")
+    with left.open("rb") as stream:
+        if locked:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        write_cache_file(tmp_path / "y.safetensors", "y", prepared, 1 << 20)
+    assert left.exists() is locked
+    assert {path.name for path in tmp_path.iterdir()} - {left.name} == {"notes.tmp", "y.safetensors"}
+
+
+def test_file_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, prepared: PreparedExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, swept = fcntl.flock, []
+
+    def late(stream: Any, operation: int) -> None:
+        if not swept:
+            swept.extend(tmp_path.iterdir())
+            swept[0].unlink()
+        lock(stream, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_cache_file(tmp_path / "y.safetensors", "y", prepared, 1 << 20)
+    assert len(swept) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["y.safetensors"]

@@ -57,8 +57,8 @@ def test_readers_are_as_said_or_as_runs_and_cores_allow(monkeypatch: pytest.Monk
     for cores in (1, 2, 64):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         wide, _ = random_layer(hidden=1024, experts=60)
-        bounds = TrellisStaging(max_bytes=9 << 20)
-        assert plan_preparation(wide, staging=bounds).readers == min(cores, 4), "9 MiB hold 9 slots of a MiB"
+        assert plan_preparation(wide, staging=TrellisStaging(max_bytes=33 << 20)).readers == min(cores, 4)
+        assert plan_preparation(wide, staging=TrellisStaging(max_bytes=16 << 20)).readers == min(cores, 2)
         assert plan_preparation(source, extent=part).readers == 1
         few = plan_preparation(source, extent=part, staging=TrellisStaging(readers=3, max_bytes=400_000))
         assert few.readers == 3

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from exl3_files import random_layer, random_linear, write_checkpoint
+from trellis_format.activations import Activation
 from trellis_format.checkpoint import Checkpoint, open_checkpoint
 from trellis_format.errors import FormatError, FormatTypeError, FormatUnsupportedError, FormatValueError
 from trellis_format.exl3.layers import LayerKey, example_trellis, find_layer, find_layers, group_modules
@@ -88,6 +89,12 @@ def test_a_layer_is_described_whatever_its_words(tmp_path: Path, words: tuple[st
 
 def test_experts_without_a_gate(tmp_path: Path) -> None:
     layer = find_layer(opened(tmp_path, random_layer(RNG, words=("up_proj", "down_proj"))), 0)
+    assert layer.projections == (Projection.UP, Projection.DOWN)
+
+
+def test_a_law_that_the_caller_gives_decides_about_the_gate(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, random_layer(RNG, words=("up_proj", "down_proj")), config={"hidden_act": "silu"})
+    layer = find_layer(checkpoint, 0, activation=Activation("relu2"))
     assert layer.projections == (Projection.UP, Projection.DOWN)
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from exl3_files import Raw, header_of, write_bytes, write_shard
 from trellis_format.errors import FormatError, FormatNotFoundError, FormatValueError
+from trellis_format.files import header as header_module
 from trellis_format.files.header import DTYPE_BITS, MAX_HEADER_BYTES, FileIdentity, read_header
 
 A = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -174,6 +175,22 @@ def test_huge_declared_tensors_allocate_nothing(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("count", [20, 21])
+def test_a_header_of_very_many_tensors_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(header_module, "MAX_TENSORS", 20)
+    header = {f"t{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+    path = write_bytes(tmp_path / "x", header)
+    if count == 20:
+        assert len(read_header(path).entries) == 20
+        return
+    monkeypatch.setattr(header_module, "parse_json", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(FormatValueError, match="header of 21 tensors exceeds the bound of 20 of a shard") as caught:
+        read_header(path)
+    assert caught.value.numbers == {"observed": 21, "limit": 20}
 
 
 def test_what_is_no_regular_file(tmp_path: Path) -> None:

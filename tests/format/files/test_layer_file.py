@@ -110,7 +110,7 @@ def test_a_file_cut_after_its_header_is_refused(path: Path, digest: str | None) 
     with LayerFile(path) as file:
         file.load({"codes": slice(0, 1)}, sha256=None)
         os.truncate(path, path.stat().st_size - 20)
-        with pytest.raises(FormatValueError, match="truncated"):
+        with pytest.raises(FormatValueError, match=r"truncated|changed while it was read"):
             file.load({name: slice(0, len(array)) for name, array in TENSORS.items()}, sha256=digest)
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.files.arrays import FileArray
-from trellis_format.files.header import DTYPE_BITS, MAX_HEADER_BYTES
+from trellis_format.files.header import DTYPE_BITS, MAX_HEADER_BYTES, MAX_TENSORS
 from trellis_format.files.strict_json import read_json
 
 __all__ = [
@@ -192,6 +192,10 @@ def _write_at(descriptor: int, piece: npt.NDArray[np.uint8], offset: int) -> Non
 
 
 def _header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str] | None, path: Path) -> bytes:
+    if len(tensors) > MAX_TENSORS:
+        raise FormatValueError(
+            f"{len(tensors)} tensors exceed the bound of {MAX_TENSORS} of a shard; write more shards", file=path
+        )
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for tensor in tensors:
@@ -285,12 +289,13 @@ class OutputDirectory:
 
     def __enter__(self) -> Self:
         try:
+            self._reclaim()
             taken = self.path.is_symlink() or (self.path.exists() and not self.path.is_dir())
             if taken or (self.path.exists() and any(self.path.iterdir())):
                 text = "already exists; name a directory that does not, or an empty one"
                 raise FormatValueError(text, file=self.path)
             self._make_partial()
-            self._take_lock()
+            self._take_lock(self.partial)
             self._check_journal()
         except OSError as error:
             self._drop_lock()
@@ -305,9 +310,9 @@ class OutputDirectory:
     ) -> None:
         try:
             if kind is None:
-                for name in (_JOURNAL, _LOCK):
-                    (self.partial / name).unlink()
                 self.partial.rename(self.path)
+                for name in (_LOCK, _JOURNAL):  # the journal last: until then the next writer takes it up again
+                    (self.path / name).unlink()
             elif not self._resumable:
                 shutil.rmtree(self.partial, ignore_errors=True)
         except OSError as failure:
@@ -348,6 +353,16 @@ class OutputDirectory:
         except OSError as error:
             raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
 
+    def _reclaim(self) -> None:
+        """Take back a directory of the same content whose writer was killed between its renaming and its last step."""
+        journal = self.path / _JOURNAL
+        if self.path.is_symlink() or self.partial.exists() or journal.is_symlink() or not journal.is_file():
+            return
+        if read_json(journal) == {"fingerprint": self._fingerprint}:
+            self._take_lock(self.path)
+            self.path.rename(self.partial)
+            self._drop_lock()
+
     def _make_partial(self) -> None:
         self.partial.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -357,8 +372,8 @@ class OutputDirectory:
                 text = f"{self.partial} is in the way: it must be a directory, not a link or a file; remove it"
                 raise FormatValueError(text, file=self.path) from None
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.partial / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    def _take_lock(self, directory: Path) -> None:
+        self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

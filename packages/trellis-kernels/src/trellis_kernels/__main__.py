@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trellis_kernels.cli import main
+from trellis_kernels.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,7 +27,7 @@ from trellis_moe.parallel.share import LayerShare, layer_share, tensor_grid
 from trellis_moe.plan import ExecutionPlan, plan_weights
 from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec, io_dtype_name
 from trellis_prep import PreparedExperts, RankGrid, StagingBuffer, TrellisStaging, select_experts
-from trellis_prep.expert_ranges import expert_map
+from trellis_prep.expert_shares import expert_map
 
 __all__ = ["TrellisMoE"]
 

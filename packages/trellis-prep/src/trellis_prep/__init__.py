@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         PrepTypeError,
         PrepValueError,
     )
-    from trellis_prep.expert_ranges import expert_map, expert_ranges
+    from trellis_prep.expert_shares import expert_map, expert_ranges
     from trellis_prep.extents import check_extent, even_extents, rank_extent
     from trellis_prep.grid import RankGrid, RankShare
     from trellis_prep.layout import LAYOUT_VERSION, PreparedLayout, plan_layout
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "cache", "errors", "expert_ranges", "extents", "grid", "layout", "linear", "partition", "plan", "preparation",
+    "cache", "errors", "expert_shares", "extents", "grid", "layout", "linear", "partition", "plan", "preparation",
     "prepared", "selection", "stage", "staging",
 )  # fmt: skip
 

@@ -6,12 +6,14 @@ It must not know where entries lie or when they are made.  A file appears under 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ CACHE_SCHEMA = "trellis-prep/prepared/1"
 """Schema and version of a cached share's file."""
 _DTYPES = {"int32": "I32", "int64": "I64", "float16": "F16"}
 _NO_DIGEST = "0" * 64
+_PARTIAL = ".tmp"
 
 
 class CacheFile:
@@ -102,9 +105,10 @@ def write_cache_file(path: Path, key: str, prepared: PreparedExperts, piece_byte
         OSError: if the file cannot be written; nothing is left behind.
     """
     layout, tensors = prepared.layout, prepared.tensors
-    partial_path = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+    _sweep(path.parent)
+    stream, partial_path = _open_partial(path)
     try:
-        with open(partial_path, "xb", buffering=0) as stream:
+        with stream:
             digest = hashlib.sha256()
             _write(stream, _header_bytes(layout, key, _NO_DIGEST))
             for spec in layout.tensors:
@@ -116,10 +120,33 @@ def write_cache_file(path: Path, key: str, prepared: PreparedExperts, piece_byte
             stream.seek(0)
             _write(stream, _header_bytes(layout, key, digest.hexdigest()))
             os.fsync(stream.fileno())
-        os.replace(partial_path, path)
+            os.replace(partial_path, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             partial_path.unlink()
+
+
+def _open_partial(path: Path) -> tuple[FileIO, Path]:
+    """A new file beside an entry's place, and its path.
+
+    A lock on it says that its writer lives.  Where the file system has no locks, nothing is swept either.
+    """
+    while True:
+        partial_path = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}{_PARTIAL}")
+        stream = FileIO(partial_path, "xb")
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        if os.fstat(stream.fileno()).st_nlink:
+            return stream, partial_path
+        stream.close()  # another process swept it before it was locked
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what killed writers left: a writer that lives holds a lock on its file."""
+    for path in directory.glob(f".*{_PARTIAL}"):
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _header_bytes(layout: PreparedLayout, key: str, digest: str) -> bytes:

@@ -16,10 +16,10 @@ from trellis_prep.staging import SLOTS_PER_READER, Batch, TrellisStaging, plan_b
 
 __all__ = ["LONG_RUN", "MOST_READERS", "PreparationPlan", "plan_preparation"]
 
-MOST_READERS = 8
-"""Threads that fill slots, where there are as many cores: one alone copies from the page cache at a fraction of what a
-pinned copy to a GPU takes."""
-LEAST_SLOT = 1 << 20
+MOST_READERS = 4
+"""Threads that fill slots, where there are as many cores.  On an H200's host four threads fill 64 MiB of slots at 16 to
+20 GB/s from the page cache and eight at 12 to 14: from there they wait for the interpreter's lock."""
+LEAST_SLOT = 4 << 20
 """Bytes of a slot below which there are fewer readers instead: what surrounds a slot's copy would cost more than it."""
 LONG_RUN = 16 << 10
 """Bytes of a contiguous run of a file from which on readers help each other: below, the interpreter's lock is what they

@@ -10,7 +10,7 @@ from trellis_format.rate_table import RateTable
 from trellis_format.slots import section_offsets
 from trellis_format.source import CodeLayout, TrellisSource, TrellisWeights
 from trellis_prep.errors import PrepValueError
-from trellis_prep.expert_ranges import expert_map
+from trellis_prep.expert_shares import expert_map
 from trellis_prep.layout import check_source
 
 __all__ = ["select_experts"]

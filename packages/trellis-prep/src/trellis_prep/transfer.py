@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from trellis_prep.lanes import CopyLane, Move
 from trellis_prep.slots import SlotRing
 
 __all__ = ["Load", "Read", "transfer"]
+
+_START_SECONDS = 1.0
+"""How long a thread may take from its start to its first step; one that was interrupted before it began never does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +94,12 @@ def transfer(
         for _ in range(readers):
             arguments = (feed, ring, lane, done)
             thread = threading.Thread(target=_work, args=arguments, name="trellis-prep-reader", daemon=True)
-            thread.start()
-            started.append(thread)
+            started.append(thread)  # first: an interrupt may come while it starts
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more threads
+                started.pop()
+                raise
         running = readers
         while running:
             item = done.get()
@@ -156,7 +164,19 @@ def _discard(done: _Done) -> None:
 def _join(threads: list[threading.Thread]) -> None:
     with contextlib.ExitStack() as stack:  # an interrupted wait does not skip the others
         for thread in threads:
-            stack.callback(thread.join)
+            stack.callback(_end, thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    """Wait for a thread, also for one whose start was interrupted before it was known to run."""
+    deadline = time.monotonic() + _START_SECONDS
+    while thread.ident is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    while thread.ident is not None:
+        with contextlib.suppress(RuntimeError):  # it runs and has not said so yet
+            thread.join()
+            return
+        time.sleep(0.001)
 
 
 def _drain(lane: CopyLane) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trellis_format.activations import Activation
 from trellis_format.checkpoint import CONFIG_NAME, Checkpoint
 from trellis_format.errors import FormatValueError
 from trellis_format.exl3.declared import read_declared
@@ -135,6 +136,7 @@ def find_layer(
     *,
     pattern: str = DEFAULT_PATTERN,
     ignore_method: bool = False,
+    activation: Activation | None = None,
 ) -> Exl3Layer:
     """Describe the experts of one layer.
 
@@ -143,6 +145,7 @@ def find_layer(
         layer: its index in the main stack, or its key where an index is not unique.
         pattern: regular expression of expert names.
         ignore_method: trust the tensors where a configuration states another `quant_method`.
+        activation: the caller's law between the GEMMs; None holds the gate to what `config.json` states.
 
     Raises:
         FormatTypeError, FormatValueError: if the layer has no experts, an expert or a projection is missing, a linear
@@ -161,11 +164,17 @@ def find_layer(
     for linear in linears.values():
         declared.check_linear(linear)
     config = parse_model_config(checkpoint.config, file=str(checkpoint.path / CONFIG_NAME))
-    return build_layer(checkpoint.path, key, layers[key], linears, config)
+    return build_layer(checkpoint.path, key, layers[key], linears, config, activation=activation)
 
 
 def build_layer(
-    path: Path, key: LayerKey, names: Mapping[str, ExpertName], linears: Mapping[str, Exl3Linear], config: ModelConfig
+    path: Path,
+    key: LayerKey,
+    names: Mapping[str, ExpertName],
+    linears: Mapping[str, Exl3Linear],
+    config: ModelConfig,
+    *,
+    activation: Activation | None = None,
 ) -> Exl3Layer:
     """Put the described linears of one layer together.
 
@@ -175,6 +184,7 @@ def build_layer(
         names: what the module names say.
         linears: the linears, by the same module names.
         config: the model's configuration.
+        activation: the caller's law between the GEMMs; None holds the gate to what `config.json` states.
 
     Raises:
         FormatValueError: if an expert or a projection is missing or double, a gate included where the configuration's
@@ -190,7 +200,7 @@ def build_layer(
                 file=path,
             )
         row[name.projection] = linears[module]
-    _check_complete(path, key, table, config)
+    _check_complete(path, key, table, config, activation)
     experts = tuple(table[index] for index in range(len(table)))
     _check_sizes(key, experts)
     _check_biases(key, experts)
@@ -230,11 +240,13 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(str(bound) for bound in part) for part in parts)
 
 
-def _check_complete(path: Path, key: LayerKey, table: _Table, config: ModelConfig) -> None:
+def _check_complete(
+    path: Path, key: LayerKey, table: _Table, config: ModelConfig, activation: Activation | None
+) -> None:
     declared = config.expert_count()
     count = max(declared or 0, max(table) + 1)
     present = {projection for row in table.values() for projection in row}
-    law = config.activation() if Projection.GATE not in present else None
+    law = config.activation() if activation is None and Projection.GATE not in present else None
     gated = {Projection.GATE} if law is not None and law.gated else set()
     wanted = present | gated | {Projection.UP, Projection.DOWN}
     needed = [projection for projection in Projection if projection in wanted]

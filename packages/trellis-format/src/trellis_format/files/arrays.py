@@ -18,9 +18,12 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.files.header import FileIdentity, ShardHeader, TensorEntry
+from trellis_format.files.uring import thread_ring
 
 __all__ = ["ArrayView", "FileArray", "MemoryArray", "ShardReader"]
 
+MANY_BYTES = 1 << 20
+"""Bytes from which a read is shared out over the kernel's workers."""
 _NUMPY_DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2",
     "I32": "<i4", "U32": "<u4", "F32": "<f4", "I64": "<i8", "U64": "<u8", "F64": "<f8",
@@ -144,12 +147,19 @@ class ShardReader:
         """
         descriptor, read, offset, done = self._open(), os.preadv, 0, 0
         try:
+            if len(out) >= MANY_BYTES and (ring := thread_ring()) is not None:
+                places = np.fromiter(offsets, dtype=np.int64)
+                done = ring.read(descriptor, places, length, np.frombuffer(out, dtype=np.uint8)) // length * length
+                offsets = places[done // length :].tolist()  # read again what it did not finish, to be told why
             for offset in offsets:
                 if length and read(descriptor, (part := out[done : done + length],), offset) != length:
                     self._continue(descriptor, offset, part, tensor)
                 done += length
+            identity = FileIdentity.of(os.fstat(descriptor))
         except OSError as error:
             raise self._refuse(f"cannot be read at byte {offset}: {error.strerror or error}", tensor) from error
+        if identity != self.header.identity:
+            raise self._refuse("the file changed while it was read", tensor)
         with self._lock:
             self.bytes_read += done
 

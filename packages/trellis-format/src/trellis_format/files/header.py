@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 from trellis_format.errors import FormatNotFoundError, FormatValueError
 from trellis_format.files.strict_json import parse_json
 
-__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "FileIdentity", "ShardHeader", "TensorEntry", "read_header"]
+__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "MAX_TENSORS", "FileIdentity", "ShardHeader", "TensorEntry", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """Largest header that is parsed, in bytes; the bound of the safetensors library."""
+MAX_TENSORS = 1 << 18
+"""Most tensors of a shard: each takes about a KiB while the header is checked, and 16 microseconds."""
 MAX_DIMENSIONS = 16
 """Most axes a tensor may have."""
 MAX_EXTENT = 1 << 62
@@ -112,6 +114,7 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
         os.close(descriptor)
     if len(raw) < length:
         raise FormatValueError(f"truncated: header of {length} bytes, {len(raw)} read", file=file)
+    _check_count(raw, file)
     parsed = parse_json(raw, file=file)
     if not isinstance(parsed, dict):
         raise FormatValueError(f"header must be a JSON object, got {type(parsed).__name__}", file=file)
@@ -131,6 +134,14 @@ def _check_length(length: int, size: int, file: Path) -> None:
     if length < 2:
         text = f"header of {length} bytes is too short for a JSON object"
         raise FormatValueError(text, file=file, numbers={"observed": length, "expected": 2})
+
+
+def _check_count(raw: bytes, file: Path) -> None:
+    """Hold a header to its number of tensors before it is parsed; every entry has a shape and offsets, each a list."""
+    count = raw.count(b"[") // 2
+    if count > MAX_TENSORS:
+        text = f"header of {count} tensors exceeds the bound of {MAX_TENSORS} of a shard"
+        raise FormatValueError(text, file=file, numbers={"observed": count, "limit": MAX_TENSORS})
 
 
 def _metadata(value: Any, file: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from trellis_format.extent import TrellisExtent
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_moe.errors import MoeValueError
 from trellis_prep import RankGrid, even_extents, select_experts
-from trellis_prep.expert_ranges import expert_map, expert_ranges
+from trellis_prep.expert_shares import expert_map, expert_ranges
 
 __all__ = ["LayerShare", "expert_grid", "layer_share", "tensor_grid"]
 
