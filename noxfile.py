@@ -106,7 +106,7 @@ def integration(session: nox.Session) -> None:
     """Test what no package can alone: whole layers, the README's examples, the rules of this repository."""
     install_wheels(session, "trellis-moe")
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py"))
-    run_pytest(session, "tests/integration", *files)
+    run_pytest(session, "tests/integration", "tests/attacks", *files)
 
 
 @nox.session(default=False)
@@ -114,6 +114,13 @@ def fuzz(session: nox.Session) -> None:
     """Feed 200,000 mutated headers and manifests to the readers of trellis-format; `-- --count N` for fewer."""
     install_wheels(session, "trellis-format")
     session.run("python", "tests/fuzzing.py", *session.posargs)
+
+
+@nox.session(default=False)
+def attacks(session: nox.Session) -> None:
+    """Kill processes, spoil files and run what is left, thousands of times, into docs/reliability.md; about an hour."""
+    install_wheels(session, "trellis-moe")
+    session.run("python", "-m", "attacks", *(session.posargs or ["all", "--update"]), env={"PYTHONPATH": "tests"})
 
 
 @nox.session

@@ -133,9 +133,10 @@ class Fuzzer:
 
     Args:
         folder: where they are written.
+        read: what is done with a mutated checkpoint; default: everything that trellis-format can do with it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, read: Callable[[Path], object] | None = None) -> None:
         rng = np.random.default_rng(0)
         tensors = random_layer(rng, experts=2, hidden=128, intermediate=128, bits=3, bias=None)
         tensors["norm.weight"] = np.ones(8, np.float16)
@@ -161,8 +162,8 @@ class Fuzzer:
         for container, path in self._folders.items():
             work = folder / f"mutated-{container}"
             shutil.copytree(path, work)
-            read = {"exl3": _read_exl3, "exl3-v1": _read_container, "native": _read_native}[container]
-            self._cases += [(container, file, read) for file in sorted(work.iterdir())]
+            own = {"exl3": _read_exl3, "exl3-v1": _read_container, "native": _read_native}[container]
+            self._cases += [(container, file, read or own) for file in sorted(work.iterdir())]
 
     def run(self, seed: int) -> None:
         """Mutate one file by a seed and read its checkpoint; what is not a `FormatError` passes through."""

@@ -1,0 +1,75 @@
+"""Owns the command `python -m attacks`, which runs the attacks and keeps what came of them.
+
+python -m attacks all --update          every attack at its full count, into docs/reliability.json and its page
+python -m attacks kill convert          one loop of kills
+python -m attacks page                  make the page again
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from attacks.hostile import FAMILIES, run_family
+from attacks.kills import VICTIMS, kill_loop
+from attacks.record import PAGE, Row, load_rows, render_page, save_rows
+
+KILLS = 200
+CASES = 1000
+CASES_OF = {"mutants": 10_000, "extremes": 100}
+"""Cases of the families that are cheaper or dearer than others."""
+ADDRESS_SPACE = 16 << 30
+"""Bytes that hostile checkpoints may make a process map; torch alone maps some."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the arguments say; returns 1 if anything ended silently."""
+    parser = argparse.ArgumentParser(prog="python -m attacks", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    kill = commands.add_parser("kill", help="kill a process at random points, over and over")
+    kill.add_argument("victim", choices=sorted(VICTIMS))
+    hostile = commands.add_parser("hostile", help="read, prepare and run what a stranger wrote")
+    hostile.add_argument("family", choices=sorted(FAMILIES))
+    for command, count in ((kill, KILLS), (hostile, CASES)):
+        command.add_argument("--count", type=int, default=count)
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--update", action="store_true", help="keep the row in docs/reliability.json")
+    commands.add_parser("all", help="every attack at its full count").add_argument("--update", action="store_true")
+    commands.add_parser("page", help="make docs/reliability.md of docs/reliability.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = [] if options.command == "page" else _run(options)
+    if options.command == "page" or options.update:
+        save_rows(rows)
+        PAGE.write_text(render_page(load_rows()))
+    return 1 if any(row.silent for row in rows) else 0
+
+
+def _run(options: argparse.Namespace) -> list[Row]:
+    if options.command == "all":
+        jobs = [("kill", word, KILLS, 0) for word in sorted(VICTIMS)]
+        jobs += [("hostile", word, CASES_OF.get(word, CASES), 0) for word in FAMILIES]
+    else:
+        word = options.victim if options.command == "kill" else options.family
+        jobs = [(options.command, word, options.count, options.seed)]
+    rows = []
+    for kind, word, count, seed in jobs:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder) / "work"
+            work.mkdir()
+            if kind == "kill":
+                rows.append(kill_loop(word, work, kills=count, seed=seed))
+            else:
+                rows.append(run_family(word, work, count=count, seed=seed, address_space=ADDRESS_SPACE))
+        print(f"{rows[-1].attack}: {rows[-1].outcomes} in {rows[-1].seconds} s", flush=True)
+        for line in rows[-1].silent:
+            print(f"  {line}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
