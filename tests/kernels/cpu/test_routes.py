@@ -50,7 +50,7 @@ def localised(ids: np.ndarray, num_experts: int, expert_map: list[int] | None) -
 )
 def test_packing_is_the_loops(num_experts, tokens, top_k, block_rows, dtype, expert_map, seed) -> None:
     ids = np.random.default_rng(seed).integers(-2, num_experts + 2, (tokens, top_k))
-    mapped = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
+    mapped = None if expert_map is None else torch.tensor(expert_map, dtype=dtype)
     given_ids = torch.from_numpy(ids).to(dtype)
     found = pack_routes(given_ids, num_experts=num_experts, block_rows=block_rows, expert_map=mapped)
     check(found, localised(ids, num_experts, expert_map), num_experts, block_rows)
@@ -103,7 +103,7 @@ IDS = torch.zeros(2, 2, dtype=torch.int32)
         ({"topk_ids": IDS[0]}, KernelValueError, r"topk_ids must be \[\*, \*\], got \[2\]"),
         ({"block_rows": 12}, KernelValueError, "block_rows 12"),
         ({"num_experts": 0}, KernelValueError, "0 experts"),
-        ({"expert_map": IDS[0].long()}, KernelTypeError, "expert_map must be torch.int32"),
+        ({"expert_map": IDS[0].short()}, KernelTypeError, "expert_map must be torch.int32 or torch.int64"),
         ({"expert_map": IDS}, KernelValueError, r"expert_map must be \[\*\], got \[2, 2\]"),
         ({"expert_map": IDS[0].to("meta")}, KernelTypeError, "expert_map must be on cpu"),
     ],

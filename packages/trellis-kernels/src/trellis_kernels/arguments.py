@@ -135,7 +135,7 @@ def check_topk_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> N
     check_dtype("topk_ids", topk_ids, *_INTEGERS)
     check_shape("topk_ids", topk_ids, None, None)
     if expert_map is not None:
-        check_dtype("expert_map", expert_map, torch.int32)
+        check_dtype("expert_map", expert_map, *_INTEGERS)
         check_shape("expert_map", expert_map, None)
         check_device(topk_ids.device, expert_map=expert_map)
 

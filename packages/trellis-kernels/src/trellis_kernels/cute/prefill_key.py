@@ -191,7 +191,7 @@ class _GemmKey(KernelKey):
 
         Sums that are overwritten have their registers through the epilogue before, which others need.
         """
-        return self.epilogue in ("rows", "down")
+        return self.epilogue in ("rows", "down") and not any(self.biased)
 
     @property
     def scale_tables(self) -> int:
@@ -396,14 +396,14 @@ def prefill_keys(arch: str) -> tuple[KernelKey, ...]:
     There is one for every combination of rates, law and biases, which a plan lists and compiles; these stand for them.
     """
     gemm = ENGINES[engine_of(arch)]
-    silu, swiglu = Activation("silu"), Activation("swigluoai", 7.0, 1.702, 1.0)
+    silu = Activation("silu")
     return (
         PrefillScheduleKey(arch, gemm.block_rows),
         *(PrefillImageKey(arch, dtype, images) for dtype in VALUE_BYTES for images in (0, 1, 2)),
         *(PrefillReduceKey(arch, "float32", dtype) for dtype in VALUE_BYTES),
         gemm(arch, Mul1.name, (6,)),
         gemm(arch, Mul1.name, (6, 6), "join", silu, biased=(False, False)),
-        gemm(arch, MCG.name, (6, 8), "join", swiglu, biased=(True, True)),
+        gemm(arch, MCG.name, (6, 6), "join", silu, biased=(False, False)),
         gemm(arch, Mul1.name, (6,), "down", out_dtype="float16"),
         gemm(arch, ThreeInst.name, (8,), "down", biased=(True,), out_dtype="float16"),
         gemm(arch, MCG.name, (6,), "add", out_dtype="bfloat16", weight_dtype="float32"),
