@@ -181,16 +181,14 @@ def _times(process: Process, options: argparse.Namespace) -> tuple[MemoryUse, ..
         if process.device.type == "cuda":
             torch.cuda.empty_cache()
     memory: list[MemoryUse] = []
-    samples = options.samples
-    try:
-        for name in options.layers:
-            memory.extend(
-                time_layer(process, get_preset(name), options.time_tokens, samples=samples, recorder=recorder)
-            )
-    finally:  # what was measured before a rank was lost stays
-        if recorder is not None and recorder.rows and options.receipt is not None:
-            receipt = recorder.receipt("python -m trellis_moe.dist_check --times", commit)
-            options.receipt.write_text(receipt.model_dump_json(by_alias=True, indent=1) + "\n")
+    for name in options.layers:
+        try:
+            preset = get_preset(name)
+            memory.extend(time_layer(process, preset, options.time_tokens, samples=options.samples, recorder=recorder))
+        finally:  # what was measured before a rank was lost stays
+            if recorder is not None and recorder.rows and options.receipt is not None:
+                receipt = recorder.receipt("python -m trellis_moe.dist_check --times", commit)
+                options.receipt.write_text(receipt.model_dump_json(by_alias=True, indent=1) + "\n")
     return tuple(memory)
 
 

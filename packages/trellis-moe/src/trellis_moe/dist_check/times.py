@@ -25,10 +25,11 @@ from trellis_moe.dist_check.samples import Routes, noise_weights, random_routes
 from trellis_moe.errors import MoeDistributedError
 from trellis_moe.lifecycle import prepare_weights
 from trellis_moe.parallel.collectives import await_device
-from trellis_moe.parallel.groups import open_groups
+from trellis_moe.parallel.groups import GridGroups, open_groups
 from trellis_moe.parallel.layer import ParallelLayer
+from trellis_moe.parallel.plan import ParallelPlan
 from trellis_moe.parallel.reduction import ReduceSpec
-from trellis_moe.parallel.share import expert_grid, tensor_grid
+from trellis_moe.parallel.share import LayerShare, expert_grid, tensor_grid
 from trellis_moe.receipts.schema import Check, ParallelCase
 from trellis_moe.specs import IO_DTYPES
 from trellis_prep import PreparedExperts, RankGrid
@@ -135,28 +136,39 @@ def time_layer(
         if not shares:
             continue
         used.append(_memory(process, preset, shares[0][1:], scheme, request, grid))
-        groups = open_groups(grid)
-        experts: PreparedExperts = prepare_weights(
-            shares[0][2].execution.weights, shares[0][1].weights, device=process.device
-        )
-        for way, share, plan in shares:
-            try:
-                bound = bind_share(share, plan, groups, experts)
-            except MoeDistributedError as error:
-                if way.reduce.transport == "group":
-                    raise
-                if recorder is not None:
-                    recorder.skip(f"{preset.key}, {way.name}", str(error))
-                continue
-            if way.reduce.one_shot_bytes and not bound.layer.reads_directly:
-                if recorder is not None:
-                    recorder.skip(f"{preset.key}, {way.name}", "the ranks cannot read each other's memory")
-                continue
-            for tokens in filter(way.counts, request.token_counts):
-                _row(
-                    process, preset, request, way, bound, tokens, wanted[tokens], samples, recorder, ranks=process.world
-                )
+        _time_scheme(process, preset, request, shares, open_groups(grid), wanted, samples, recorder)
     return tuple(used)
+
+
+def _time_scheme(
+    process: Process,
+    preset: Preset,
+    request: Request,
+    shares: Sequence[tuple[Timed, LayerShare, ParallelPlan]],
+    groups: GridGroups,
+    wanted: dict[int, torch.Tensor],
+    samples: int,
+    recorder: Recorder | None,
+) -> None:
+    """Time every way to share a layer out by one grid."""
+    experts: PreparedExperts = prepare_weights(
+        shares[0][2].execution.weights, shares[0][1].weights, device=process.device
+    )
+    for way, share, plan in shares:
+        try:
+            bound = bind_share(share, plan, groups, experts)
+        except MoeDistributedError as error:
+            if way.reduce.transport == "group":
+                raise
+            if recorder is not None:
+                recorder.skip(f"{preset.key}, {way.name}", str(error))
+            continue
+        if way.reduce.one_shot_bytes and not bound.layer.reads_directly:
+            if recorder is not None:
+                recorder.skip(f"{preset.key}, {way.name}", "the ranks cannot read each other's memory")
+            continue
+        for tokens in filter(way.counts, request.token_counts):
+            _row(process, preset, request, way, bound, tokens, wanted[tokens], samples, recorder, ranks=process.world)
 
 
 def _row(

@@ -249,20 +249,10 @@ def plan_parallel(
     """
     reduce = ReduceSpec() if reduce is None else reduce
     routing = RoutingSpec() if routing is None else routing
-    if reduce.transport == "copies" and torch.device(device).type != "cuda":
-        raise MoeValueError(f"transport 'copies' needs a CUDA device, got {device}; legal there is 'group'")
-    if reduce.dtype not in ("float32", activation.output_dtype):
-        raise MoeValueError(
-            f"partial sums cannot cross in {reduce.dtype}: legal are float32 and the result's {activation.output_dtype}"
-        )
     ordered = grid.expert_size > 1 and reduce.experts == "ordered" and reduce.collective != "none"
-    if ordered and share.source.expert_transform is not None:
-        raise MoeUnsupportedError(
-            "experts='ordered' does not take experts under an intermediate Hadamard, whose sums are rotated "
-            "afterwards; experts='partial' does"
-        )
-    if ordered and not routing.deterministic_output:
-        raise MoeValueError("experts='ordered' needs deterministic_output=True; experts='partial' takes either")
+    _check_reduce(reduce, activation.output_dtype, torch.device(device))
+    if ordered:
+        _check_rows(share, routing)
     alone = grid.world_size == 1 or reduce.collective == "none"
     partial = activation.output_dtype if alone or (ordered and grid.tensor_size == 1) else reduce.dtype
     if share.expert_map is not None:
@@ -280,3 +270,23 @@ def plan_parallel(
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
+
+
+def _check_reduce(reduce: ReduceSpec, output_dtype: str, device: torch.device) -> None:
+    if reduce.transport == "copies" and device.type != "cuda":
+        raise MoeValueError(f"transport 'copies' needs a CUDA device, got {device}; legal there is 'group'")
+    if reduce.dtype not in ("float32", output_dtype):
+        raise MoeValueError(
+            f"partial sums cannot cross in {reduce.dtype}: legal are float32 and the result's {output_dtype}"
+        )
+
+
+def _check_rows(share: LayerShare, routing: RoutingSpec) -> None:
+    """Accept a layer whose routes' rows can be added over ranks in slot order."""
+    if share.source.expert_transform is not None:
+        raise MoeUnsupportedError(
+            "experts='ordered' does not take experts under an intermediate Hadamard, whose sums are rotated "
+            "afterwards; experts='partial' does"
+        )
+    if not routing.deterministic_output:
+        raise MoeValueError("experts='ordered' needs deterministic_output=True; experts='partial' takes either")
