@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,23 +66,39 @@ def test_what_is_no_commit_is_refused(name: str, tmp_path: Path) -> None:
         find_commit(name, root=tmp_path)
 
 
-def smi(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    monkeypatch.setattr(module, "_output", lambda *command: text)
+GPU = torch.device("cuda")
 
 
-def test_states_are_those_of_the_first_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(monkeypatch, "1980, 3201, 120.50, 41\n345, 3201, 75.00, 30")
-    assert read_states(1) == (STATE,)
-    assert read_states(2)[1].sm_clock_mhz == 345
+def smi(monkeypatch: pytest.MonkeyPatch, text: str | None) -> list[tuple[str, ...]]:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(module, "_uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(module, "_bus", lambda index: f"bus {index}")
+    monkeypatch.setattr(module, "_output", lambda *command: asked.append(command) or text)
+    return asked
+
+
+def test_states_are_those_of_the_gpus_that_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = smi(monkeypatch, "1980, 3201, 120.50, 41\n345, 3201, 75.00, 30")
+    assert read_states(GPU, 2)[0] == STATE
+    assert read_states(GPU, 2)[1].sm_clock_mhz == 345
     with pytest.raises(MoeValueError, match="state of 2 GPUs, a receipt needs 3"):
-        read_states(3)
+        read_states(torch.device("cuda", 1), 3)
+    assert [command[1] for command in asked] == [
+        *["--id=GPU-0,GPU-1"] * 2, "--id=GPU-1,GPU-2,GPU-3", "--id=bus 1,bus 2,bus 3",
+    ]  # fmt: skip
+
+
+def test_gpus_are_named_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(uuid="12345678-90ab", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: found)
+    assert (module._uuid(0), module._bus(0)) == ("GPU-12345678-90ab", "00000000:1b:02.0")
 
 
 @pytest.mark.parametrize("text", [None, "", "[N/A], 3201, 120.5, 41"])
 def test_a_state_that_is_not_told_is_refused(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     smi(monkeypatch, text)
     with pytest.raises(MoeValueError, match="receipt needs"):
-        read_states(1)
+        read_states(GPU)
 
 
 def test_the_driver_is_told_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +121,7 @@ def test_a_cpu_has_no_driver_and_no_states() -> None:
 
 @pytest.mark.gpu
 def test_gpu_states_and_driver_are_read() -> None:
-    found = machine(torch.device("cuda"), read_states(1))
+    found = machine(torch.device("cuda"), read_states(torch.device("cuda")))
     assert found.name == torch.cuda.get_device_name()
     assert found.driver
     assert found.start[0].temperature_celsius > 0

@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,20 +92,35 @@ def driver_version() -> str | None:
     return text.splitlines()[0].strip() if text else None
 
 
-def read_states(count: int) -> tuple[DeviceState, ...]:
-    """Clocks, power and temperature of the first GPUs now.
+def read_states(device: torch.device, count: int = 1) -> tuple[DeviceState, ...]:
+    """Clocks, power and temperature of GPUs now.
 
     Args:
+        device: the first one, as this process numbers those that it sees.
         count: how many.
 
     Raises:
         MoeValueError: if nvidia-smi does not tell; a receipt needs them.
     """
-    text = _output("nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
-    lines = (text or "").splitlines()[:count]
-    if len(lines) < count:
-        raise MoeValueError(f"nvidia-smi tells the state of {len(lines)} GPUs, a receipt needs {count}")
-    return tuple(_parse_state(line) for line in lines)
+    first, lines = device.index or 0, list[str]()
+    for name in (_uuid, _bus):  # either may be hidden from a virtual machine
+        ids = ",".join(name(index) for index in range(first, first + count))
+        text = _output("nvidia-smi", f"--id={ids}", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
+        lines = (text or "").splitlines()
+        if len(lines) == count:
+            return tuple(_parse_state(line) for line in lines)
+    raise MoeValueError(f"nvidia-smi tells the state of {len(lines)} GPUs, a receipt needs {count}")
+
+
+def _uuid(index: int) -> str:
+    """What nvidia-smi, which numbers all GPUs of the machine, calls a GPU that this process sees."""
+    return "GPU-" + str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+
+
+def _bus(index: int) -> str:
+    """Likewise, by the bus that it is on."""
+    found: Any = torch.cuda.get_device_properties(index)  # torch types leave the bus out
+    return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def _parse_state(line: str) -> DeviceState:
@@ -149,7 +165,7 @@ def machine(device: torch.device, start: tuple[DeviceState, ...], *, count: int 
         driver=driver,
         multiprocessors=properties.multi_processor_count,
         start=start,
-        end=read_states(count),
+        end=read_states(device, count),
     )
 
 

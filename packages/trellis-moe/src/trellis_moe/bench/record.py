@@ -92,7 +92,7 @@ class Recorder:
         self._created = utc_now()
         self._begin = time.monotonic()
         self._seconds = seconds
-        self._start = read_states(count) if device.type == "cuda" else ()
+        self._start = read_states(device, count) if device.type == "cuda" else ()
         self._ceilings: dict[str, Ceiling] = {}
         self._rows: list[Row] = []
         self._skipped: list[Skipped] = []
