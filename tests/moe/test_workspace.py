@@ -103,3 +103,11 @@ def test_a_launch_of_few_tokens_takes_less_too() -> None:
     plan = planned(tokens=8, shared=True, bound=None)
     assert plan.variants[0].path == "moe_small"
     assert plan.required_nbytes() < sum(rotated_workspace(rotated(8), joint_inputs=True).values()) // 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bound", "nbytes"), [(8, None, 3_198_704), (4096, 256 << 20, 267_150_320), (4096, None, 1_058_969_840)]
+)
+def test_the_bytes_of_the_rotated_workload_are_stated(tokens: int, bound: int | None, nbytes: int) -> None:
+    """What this package takes for it; another number is a change that callers see."""
+    assert planned(tokens=tokens, shared=True, bound=bound).required_nbytes() == nbytes
