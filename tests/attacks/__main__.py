@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from attacks.counted import FAULTS, run_tests
 from attacks.hostile import FAMILIES, run_family
 from attacks.kills import VICTIMS, kill_loop
 from attacks.record import PAGE, Row, load_rows, render_page, save_rows
@@ -34,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     kill.add_argument("victim", choices=sorted(VICTIMS))
     hostile = commands.add_parser("hostile", help="read, prepare and run what a stranger wrote")
     hostile.add_argument("family", choices=sorted(FAMILIES))
+    faults = commands.add_parser("faults", help="inject faults: run the tests of a class, and count")
+    faults.add_argument("tests", choices=sorted(FAULTS))
+    faults.add_argument("--update", action="store_true", help="keep the row in docs/reliability.json")
     for command, count in ((kill, KILLS), (hostile, CASES)):
         command.add_argument("--count", type=int, default=count)
         command.add_argument("--seed", type=int, default=0)
@@ -53,6 +57,9 @@ def _run(options: argparse.Namespace) -> list[Row]:
     if options.command == "all":
         jobs = [("kill", word, KILLS, 0) for word in sorted(VICTIMS)]
         jobs += [("hostile", word, CASES_OF.get(word, CASES), 0) for word in FAMILIES]
+        jobs += [("faults", word, 0, 0) for word in FAULTS]
+    elif options.command == "faults":
+        jobs = [("faults", options.tests, 0, 0)]
     else:
         word = options.victim if options.command == "kill" else options.family
         jobs = [(options.command, word, options.count, options.seed)]
@@ -61,7 +68,9 @@ def _run(options: argparse.Namespace) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder) / "work"
             work.mkdir()
-            if kind == "kill":
+            if kind == "faults":
+                rows.append(run_tests(word))
+            elif kind == "kill":
                 rows.append(kill_loop(word, work, kills=count, seed=seed))
             else:
                 rows.append(run_family(word, work, count=count, seed=seed, address_space=ADDRESS_SPACE))
