@@ -110,6 +110,13 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Run eight layers under changing loads for eight minutes, and watch bits, bytes and compiles; on a GPU if any."""
+    install_wheels(session, "trellis-moe")
+    session.run("python", "-m", "trellis_moe.soak", *session.posargs)
+
+
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Feed 200,000 mutated headers and manifests to the readers of trellis-format; `-- --count N` for fewer."""
     install_wheels(session, "trellis-format")
