@@ -64,7 +64,7 @@ def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate) -> None:
         for z in range(4):
             row = 2 * t + z % 2
             s_sum = s_sums + (row * _SUM_PITCH + channel + 8 * (z // 2)) * 4
-            gpu.store_shared_floats(s_sum, [r_sums[place, 0, 0, z]])
+            gpu.store_shared_floats(s_sum, [r_sums[place, 0, z]])
 
 
 def _threads(key: LinearKey) -> int:
@@ -135,7 +135,7 @@ def _multiply_kernel(
         row = cutlass.min(lane >> 2, rows - 1)
         return [s_rows + row * pitch - first_block * _BLOCK_BYTES + (lane & 3) * 32]
 
-    r_sums = cute.make_rmem_tensor(cute.make_layout((4, 1, 1, 4)), Float32)
+    r_sums = cute.make_rmem_tensor(cute.make_layout((4, 1, 4)), Float32)
     r_sums.fill(0.0)
     accumulate(
         r_sums, g_strip, first_block * _STEPS + warp // _STRIPS, end_block * _STEPS, Int32(key.slices), lane, Int32(0),
