@@ -22,7 +22,15 @@ from prep.samples import (
     random_layer,
     write_checkpoint,
 )
-from trellis_prep import CacheWarning, PreparedCache, PreparedExperts, PrepValueError, TrellisStaging, prepare
+from trellis_prep import (
+    CacheWarning,
+    PreparedCache,
+    PreparedExperts,
+    PrepReadError,
+    PrepValueError,
+    TrellisStaging,
+    prepare,
+)
 from trellis_prep.cache_file import CacheFile
 
 
@@ -176,11 +184,27 @@ def test_changed_file_is_prepared_again(tmp_path: Path, cache: PreparedCache) ->
     assert counts(cache) == (0, 2, 0)
 
 
-def test_file_that_changes_meanwhile_is_not_cached(tmp_path: Path, cache: PreparedCache) -> None:
+def test_file_that_changes_meanwhile_is_not_cached(
+    tmp_path: Path, cache: PreparedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_checkpoint(tmp_path / "model", random_layer())
+    preadv = os.preadv
+
+    def touching(*arguments: Any) -> int:
+        os.utime(path / "model.safetensors", ns=(1, 1))
+        return preadv(*arguments)
+
     checkpoint, source, weights = open_layer(path)
-    with checkpoint:
+    with checkpoint, pytest.raises(PrepReadError, match="the file changed while it was read"):
         cache.prepare(source, weights, progress=lambda *_: os.utime(path / "model.safetensors", ns=(1, 1)))
+    checkpoint, source, weights = open_layer(path)
+
+    def touch_at_the_end(done: int, total: int) -> None:
+        if done == total:
+            os.utime(path / "model.safetensors", ns=(2, 2))
+
+    with checkpoint:
+        cache.prepare(source, weights, progress=touch_at_the_end)
     assert not cache.directory.exists()
 
 
