@@ -128,12 +128,18 @@ def test_gpu_a_run_allocates_nothing_waits_for_nothing_and_compiles_nothing(laye
     assert session.kernel_count == count
 
 
-def test_gpu_a_run_that_is_cut_replays_as_one_graph(layer: Layer) -> None:
-    whole = make(layer, token_counts=())
-    cut = make(layer, token_counts=(), scratch_bound=whole.plan.required_nbytes() // 3)
-    routes = make_routes(layer, 300, 2)
-    graph = Captured(cut, make_routes(layer, 300, 2, seed=9))
-    assert distance(graph.replay(routes), truth(layer, routes)) <= 1e-3
+@pytest.mark.parametrize(("tokens", "share"), [(40, 0.3), (4000, 0.8)], ids=["few", "many"])
+def test_gpu_a_run_that_is_cut_replays_as_one_graph(layer: Layer, tokens: int, share: float) -> None:
+    """Cut by the plan, or inside the launch for many tokens, whose bits do not depend on it."""
+    whole = make(layer, token_counts=(), max_tokens=tokens)
+    bound = int(whole.plan.required_nbytes() * share)
+    cut = make(layer, token_counts=(), max_tokens=tokens, scratch_bound=bound)
+    assert cut.plan.required_nbytes() <= bound
+    routes = make_routes(layer, tokens, 2)
+    found = Captured(cut, make_routes(layer, tokens, 2, seed=9)).replay(routes)
+    assert sum(cut.counters.values()) == len(cut.plan.cut(tokens))
+    assert distance(found, launch(whole, routes)) <= 1e-3
+    assert tokens == 40 or bits(found) == bits(launch(whole, routes))
 
 
 def test_gpu_other_tensors_are_refused_before_a_launch(layer: Layer) -> None:
