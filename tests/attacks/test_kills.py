@@ -40,7 +40,7 @@ def test_what_a_bad_victim_does_is_told(
     monkeypatch.setitem(VICTIMS, "prepare", dataclasses.replace(sound, run=run))
     row = kill_loop("prepare", tmp_path, kills=1, seed=0)
     assert told in row.silent[0]
-    assert row.outcomes["silent"] == 1
+    assert row.outcomes["silent"] >= 1
 
 
 def test_a_victim_that_fails_ends_the_loop_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
