@@ -61,7 +61,7 @@ def _table(table: dict[str, Any]) -> str:
 
 
 def load(path: Path) -> Receipt:
-    """Read a receipt.
+    """Read a receipt, whose ceilings and rows may be packed as tables or not.
 
     Args:
         path: its file.
@@ -72,7 +72,8 @@ def load(path: Path) -> Receipt:
     try:
         content = json.loads(path.read_bytes())
         for key in _PACKED:
-            content[key] = unpack(content[key])
+            if all("columns" in each for each in content[key]):
+                content[key] = unpack(content[key])
     except OSError as error:
         raise MoeValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
