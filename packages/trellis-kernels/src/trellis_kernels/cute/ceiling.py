@@ -81,6 +81,8 @@ def _fold(words: list[Uint32], share: Share, lane: Int32, codebook: str, total: 
         own = words[piece * share.words : (piece + 1) * share.words]
         for pair in pairs_of(Piece(own.__getitem__, share, lane), share, codebook, Int32(0)):
             total = total ^ pair
+        if share.pieces > 1:  # from the lane itself: the assembler would decode all pieces at once, and spill
+            total = gemm_primitives.pull_from_lane(total, lane)
     return total
 
 

@@ -1,7 +1,8 @@
 """Owns the tilings of the few-token layer: measured ones, and a rule for everything else.  It must not know weights.
 
-The measured ones are what `python -m trellis_kernels.bench.tune` found on one H200; `docs/kernels.md` has their times.
-Nothing is tuned at a launch.
+How the measured ones share work is what `python -m trellis_kernels.bench.tune` found on one H200, with a bound on
+registers, which is left out here because it made every kernel spill.  `docs/kernels.md` has times, and says which are
+of which.  Nothing is tuned at a launch.
 """
 
 from __future__ import annotations
