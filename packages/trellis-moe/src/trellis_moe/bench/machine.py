@@ -61,7 +61,10 @@ def find_commit(given: str | None, *, dirty: bool = False, root: Path | None = N
             raise MoeValueError("the sources are not in a git checkout; say with --commit which commit they are of")
         return Commit(given, dirty)
     if given is not None and not head.startswith(given):
-        raise MoeValueError(f"--commit {given} is not the commit of the sources, which git says is {head}")
+        raise MoeValueError(
+            f"--commit {given} is not the commit of the sources, which git says is {head}; where that checkout is of "
+            "other sources, GIT_DIR=/dev/null hides it"
+        )
     changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no", "--", ":/packages")
     return Commit(head, dirty or changed != "")
 
