@@ -22,7 +22,7 @@ def make(**changes: Any) -> SoakReport:
 
 def test_nothing_fails_where_everything_held() -> None:
     assert make().failures() == ()
-    assert make(allocated_after=9).failures() == ()
+    assert make(allocated_after=9, reserved_after=22).failures() == ()
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,6 @@ def test_nothing_fails_where_everything_held() -> None:
         ({"mismatches": 2}, "2 of 9 runs gave other bits"),
         ({"kernels_after": 4}, "1 kernels were compiled after the freeze"),
         ({"allocated_after": 11}, "allocated bytes grew from 10 to 11"),
-        ({"reserved_after": 22}, "reserved bytes grew from 20 to 22"),
         ({"layers": (LayerReport(weights="", launches={}, errors={8: 0.1}),)}, f"0.1}}, at most {BOUND}"),
         ({"layers": (LayerReport(weights="", launches={}, errors={8: float("nan")}),)}, "off float64 by {8: nan}"),
     ],

@@ -48,7 +48,8 @@ class SoakReport(_Model):
         kernels_after: at the end.
         allocated_before: bytes that torch had allocated after the first rounds.
         allocated_after: at the end.
-        reserved_before: bytes that torch held, likewise.
+        reserved_before: bytes that torch held, likewise; no failure where they grow, for the order in which the load
+            frees its own inputs and outputs decides whether the allocator needs another segment of 2 MiB.
         reserved_after: at the end.
         scratch_nbytes: of the arena that all layers share.
         layers: each of them.
@@ -80,10 +81,8 @@ class SoakReport(_Model):
             found.append(f"{self.mismatches} of {sum(self.runs.values())} runs gave other bits than the first one")
         if self.kernels_after != self.kernels_before:
             found.append(f"{self.kernels_after - self.kernels_before} kernels were compiled after the freeze")
-        for name in ("allocated", "reserved"):
-            before, after = getattr(self, f"{name}_before"), getattr(self, f"{name}_after")
-            if after > before:
-                found.append(f"{name} bytes grew from {before} to {after}")
+        if self.allocated_after > self.allocated_before:
+            found.append(f"allocated bytes grew from {self.allocated_before} to {self.allocated_after}")
         for index, layer in enumerate(self.layers):
             far = {tokens: error for tokens, error in layer.errors.items() if not error <= BOUND}
             if far:
