@@ -23,6 +23,8 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 WHOLE = "tiny_3_mul1"
+LARGE = ".layer1.m40."
+"""Cases of the whole checkpoint that are left out: layer 0 has the same batch."""
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -39,7 +41,7 @@ class Cut:
 CUTS = (
     Cut("mixtral_3.3_mul1", (0,), 2),
     Cut("gptoss_3_mcg", (0,), 2),
-    Cut("dsv3_3_mcg", (1,), 3, also=r"model\.layers\.0\.mlp\.|model\.layers\.1\.mlp\.shared_experts\."),
+    Cut("dsv3_3_mcg", (1,), 3, also=r"model\.layers\.1\.mlp\.shared_experts\."),
 )
 ROUTER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.gate|mlp\.router|block_sparse_moe\.gate)\.\w+")
 EXPERT = re.compile(r"(model\.layers\.(\d+)\.\w+\.experts\.)(\d+)(\..+)")
@@ -59,7 +61,7 @@ def main() -> None:
     moe = load_file(options.source / "golden/exl3_moe.safetensors")
     arch = load_file(options.source / "golden/exl3_arch.safetensors")
     shutil.copytree(options.source / "checkpoints" / WHOLE, options.out / "checkpoints" / WHOLE)
-    kept_moe = {name: array for name, array in moe.items() if name.startswith(f"{WHOLE}.")}
+    kept_moe = {name: array for name, array in moe.items() if name.startswith(f"{WHOLE}.") and LARGE not in name}
     kept_arch: Arrays = {}
     for cut in CUTS:
         chosen = {layer: choose(cut, layer, moe | arch) for layer in cut.layers}
