@@ -46,11 +46,10 @@ class MemoryUse(_Part):
     Attributes:
         layer: which.
         rank: whose.
-        planned_bytes: prepared tensors and scratch, as the plan says.
-        allocated_bytes: after binding, beyond what was there before.
+        planned_bytes: prepared tensors, scratch and what a binding holds, as the plan says.
+        allocated_bytes: that tensors asked for, after binding, beyond what was there before.
         peak_bytes: most that there was, until the first run ended.
-        tensors: allocations, each of which torch rounds up to 512 bytes.
-        ok: whether the peak is the plan's but for that rounding.
+        ok: whether the peak is the plan's, but for up to 64 KiB in which ranks compare what they declared.
     """
 
     layer: str
@@ -58,7 +57,6 @@ class MemoryUse(_Part):
     planned_bytes: _Count
     allocated_bytes: _Count
     peak_bytes: _Count
-    tensors: _Count
     ok: bool
 
 
