@@ -137,7 +137,7 @@ def minimums(session: nox.Session) -> None:
     session.install(
         *("--resolution", "lowest-direct"),
         *("--only-binary", ":all:"),  # a version without a wheel for this Python is below its floor
-        *("--no-sources", *declared, "--group", "test"),  # wheels stand in for the workspace members
+        *("--no-sources", *declared, "--group", "engines"),  # wheels stand in for the workspace members
         *(str(wheel) for wheel in build_wheels(session, PACKAGES)),
     )
     session.run(UV, "pip", "list", external=True)
@@ -165,7 +165,8 @@ def install_wheels(session: nox.Session, package: str) -> None:
     export = (UV, "export", "--frozen", "--quiet", "--all-packages", "--no-emit-workspace", "--no-hashes")
     session.run_install(*export, "--output-file", constraints, external=True)
     wheels = build_wheels(session, PACKAGES[: PACKAGES.index(package) + 1])
-    session.install("--constraint", constraints, "--group", "test", *wheels)
+    group = "engines" if package == PACKAGES[-1] else "test"
+    session.install("--constraint", constraints, "--group", group, *wheels)
 
 
 def build_wheels(session: nox.Session, packages: tuple[str, ...]) -> list[str]:
