@@ -141,7 +141,7 @@ def test_too_few_blocks_are_refused() -> None:
     routes = pack_routes(torch.zeros(3, 1, dtype=torch.int64), num_experts=1, block_rows=8)
     entries, count = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(KernelValueError, match="need 2 row blocks, got 1"):
-        prefill.make_blocks(routes, (bank,), (6,), prefill.Window(0, 8), entries, count)
+        prefill.make_blocks(routes, (bank,), (6,), prefill.Window(0, 8), entries, count, engine="wgmma")
 
 
 def test_rate_pairs_are_those_of_the_experts() -> None:
