@@ -8,6 +8,7 @@ has `case.k` and `ratios.0.of`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def pack(objects: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(tuple(flat), []).append(flat)
     tables = []
     for keys, rows in groups.items():
-        shared = {key for key in keys if len(rows) > 1 and all(row[key] == rows[0][key] for row in rows)}
+        shared = {key for key in keys if len(rows) > 1 and len({json.dumps(row[key]) for row in rows}) == 1}
         columns = [key for key in keys if key not in shared]
         tables.append({
             "same": {key: rows[0][key] for key in keys if key in shared},
