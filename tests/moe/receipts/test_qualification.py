@@ -31,8 +31,9 @@ def outcome(topic: str = "determinism", **fields: object) -> Outcome:
 
 def added(folder: Path, *extra: str, topic: str = "graphs") -> int:
     words = ["--root", str(folder), "add", "--topic", topic, "--what", "replay", "--gpu", "NVIDIA H200"]
-    words += ["--commit", COMMIT, "--date", "2026-01-31", "--command", "pytest", "--passed", "3", "--failed", "0"]
-    return main([*words, *extra])
+    words += ["--commit", COMMIT, "--date", "2026-01-31", "--command", "pytest"]
+    counts = [] if "--junit" in extra or "--failed" in extra else ["--passed", "3", "--failed", "0"]
+    return main([*words, *counts, *extra])
 
 
 @pytest.fixture
@@ -84,11 +85,19 @@ def test_coverage_is_by_codebook_and_rate() -> None:
     assert "| `mul1` | 2.5 | - | " in made
 
 
+def test_coverage_of_a_failed_run_is_by_what_failed_where_that_is_known() -> None:
+    covers = (("mcg", "3"), ("mcg", "4"))
+    known = outcome("accuracy", failed=1, covers=covers, failing=(("mcg", "4"),))
+    assert "| `mcg` | 3 | 4 | 1, 2, 5, 6, 7, 8 |" in report(Qualification(outcomes=(known,)))
+    unrelated = outcome("accuracy", failed=1, covers=covers, failing=())
+    assert "| `mcg` | 3, 4 | - | 1, 2, 5, 6, 7, 8 |" in report(Qualification(outcomes=(unrelated,)))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"topic": "speed"}, {"commit": "main"}, {"date": "today"}, {"passed": -1}, {"command": ""}, {"speed": 3},
-        {"covers": (("mcg", "2.5"),)}, {"covers": (("hyb", "2"),)},
+        {"covers": (("mcg", "2.5"),)}, {"covers": (("hyb", "2"),)}, {"failing": (("mcg", "2"),)},
     ],
     ids=str,
 )  # fmt: skip
@@ -109,6 +118,40 @@ def test_outcomes_are_added_and_the_report_made(folder: Path) -> None:
     assert main(["--root", str(folder), "check"]) == 1
     assert main(["--root", str(folder), "write"]) == 0
     assert main(["--root", str(folder), "check"]) == 0
+
+
+def test_counts_failures_and_rates_come_from_reports_of_tests(folder: Path) -> None:
+    cases = "".join(f'<testcase classname="t" name="test_rate[mcg-{k}]"/>' for k in (2, 3))
+    cases += '<testcase classname="t" name="test_rate[mcg-4]"><failure/></testcase>'
+    report_file = folder / "report.xml"
+    report_file.write_text(f"<testsuite>{cases}</testsuite>")
+    assert added(folder, "--junit", str(report_file), topic="accuracy") == 0
+    assert added(folder, "--junit", str(report_file), "--only", "mcg-[23]", "--detail", "two rates") == 0
+    first, second = load(folder / "docs/qualification.json").outcomes
+    assert (first.passed, first.failed, first.detail) == (2, 1, "failed: test_rate[mcg-4]")
+    assert (first.covers, first.failing) == ((("mcg", "2"), ("mcg", "3"), ("mcg", "4")), (("mcg", "4"),))
+    assert (second.word, second.passed, second.detail, second.covers) == ("passed", 2, "two rates", ())
+
+
+def test_counts_are_given_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--root", str(folder), "add", "--topic", "soak", "--what", "w", "--gpu", "g", "--command", "c"]
+    for extra in ([], ["--passed", "1"], ["--passed", "1", "--failed", "0", "--junit", "x.xml"]):
+        assert main([*words, "--commit", COMMIT, *extra]) == 2
+        assert "--passed and --failed" in capsys.readouterr().err
+
+
+def test_outcomes_of_another_file_are_merged_once(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (other / "docs").mkdir(parents=True)
+    assert added(folder) == 0
+    assert added(other, "--detail", "elsewhere") == 0
+    words = ["--root", str(folder), "merge", str(other / "docs/qualification.json")]
+    assert main(words) == 0
+    assert main(words) == 0
+    content = load(folder / "docs/qualification.json")
+    assert [each.detail for each in content.outcomes] == ["", "elsewhere"]
+    assert (folder / "docs/qualification.md").read_text() == report(content)
+    assert main(["--root", str(folder), "merge", str(tmp_path / "none.json")]) == 2
 
 
 def test_what_is_refused_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ It must not run anything itself.  Outcomes are kept in `docs/qualification.json`
 
     python -m trellis_moe.receipts.qualification add --topic determinism --what "100 runs of every ordered op" \
         --gpu "NVIDIA H200" --commit SHA --command "pytest -m gpu -k repeat" --passed 40 --failed 0 --skipped 0
+    python -m trellis_moe.receipts.qualification add ... --junit report.xml --only every_codebook
+    python -m trellis_moe.receipts.qualification merge FILE      adds the outcomes of another such file
     python -m trellis_moe.receipts.qualification write           makes the report
     python -m trellis_moe.receipts.qualification check           exits with 1 if the report is stale
 """
@@ -16,18 +18,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trellis_format.codebooks import CODEBOOKS
 from trellis_moe.bench.machine import find_commit, utc_now
 from trellis_moe.errors import MoeError, MoeValueError
+from trellis_moe.receipts.junit import read_junit
 
 __all__ = ["TOPICS", "Outcome", "Qualification", "load", "main", "report"]
 
 SCHEMA: Final = "trellis-moe/qualification"
 SCHEMA_VERSION: Final = 1
+_NAMED = 6  # failed tests that a detail names
 
 TOPICS: dict[str, str] = {
     "preparation": "Weights reach a GPU bit for bit, inside the staging bound, also when reading or copying fails.",
@@ -63,6 +67,7 @@ class Outcome(_Part):
         skipped: likewise.
         detail: a number or a reason worth knowing.
         covers: (codebook, K) that the run covered, for accuracy.
+        failing: those of them that failed; None where that is not known, so that a failed run fails all.
     """
 
     topic: Text
@@ -76,6 +81,7 @@ class Outcome(_Part):
     skipped: Annotated[int, Field(ge=0)] = 0
     detail: str = ""
     covers: tuple[tuple[str, str], ...] = ()
+    failing: tuple[tuple[str, str], ...] | None = None
 
     @property
     def word(self) -> str:
@@ -90,6 +96,9 @@ class Outcome(_Part):
         unknown = [pair for pair in self.covers if pair not in legal]
         if unknown:
             raise ValueError(f"no codebook has these rates: {unknown}")
+        strays = [pair for pair in self.failing or () if pair not in self.covers]
+        if strays:
+            raise ValueError(f"these failed, and are not covered: {strays}")
         return self
 
 
@@ -123,7 +132,7 @@ def load(path: Path) -> Qualification:
 
 
 def _dump(content: Qualification) -> str:
-    rows = ",\n".join(json.dumps(outcome.model_dump(mode="json")) for outcome in content.outcomes)
+    rows = ",\n".join(json.dumps(outcome.model_dump(mode="json", exclude_none=True)) for outcome in content.outcomes)
     head = json.dumps({"schema": content.schema_name, "schema_version": content.schema_version})[:-1]
     return f'{head}, "outcomes": [\n{rows}\n]}}\n'
 
@@ -167,8 +176,12 @@ def _row(each: Outcome) -> str:
 
 def _coverage(outcomes: Sequence[Outcome]) -> list[str]:
     """Rates of every codebook that passed, and those that nothing covered."""
-    passed = {pair for outcome in outcomes if outcome.word == "passed" for pair in outcome.covers}
-    failed = {pair for outcome in outcomes if outcome.word != "passed" for pair in outcome.covers}
+    passed, failed = set[tuple[str, str]](), set[tuple[str, str]]()
+    for outcome in outcomes:
+        all_fail = outcome.word != "passed" and outcome.failing is None
+        bad = set(outcome.covers if all_fail else outcome.failing or ())
+        failed |= bad
+        passed |= set(outcome.covers) - bad
     lines = ["| codebook | K that passed | K that failed | K that nothing covered |", "| --- | --- | --- | --- |"]
     for name, book in CODEBOOKS.items():
         rates = [str(rate) for rate in book.legal_rates]
@@ -209,11 +222,17 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument(f"--{name}", required=True)
     one.add_argument("--commit", help="of the sources that ran; default: what git says here")
     one.add_argument("--date", help="UTC, as 2026-01-31; default: today")
-    for name in ("passed", "failed"):
-        one.add_argument(f"--{name}", type=int, required=True)
+    counted = "of tests; 1 and 0 for a command that passed"
+    one.add_argument("--passed", type=int, help=counted)
+    one.add_argument("--failed", type=int, help=counted)
     one.add_argument("--skipped", type=int, default=0)
+    one.add_argument("--junit", type=Path, nargs="+", metavar="FILE", help="counts, failures and K of these reports")
+    one.add_argument("--only", default="", metavar="REGEX", help="of the reports, tests whose name contains this")
     one.add_argument("--detail", default="")
     one.add_argument("--covers", nargs="*", default=[], metavar="CODEBOOK:K", help="for accuracy; `all` is every one")
+    other = commands.add_parser("merge", help="add the outcomes of another file of this kind, and make the report")
+    other.set_defaults(run=_merge)
+    other.add_argument("file", type=Path, metavar="FILE")
     commands.add_parser("write", help="make the report").set_defaults(run=_write)
     commands.add_parser("check", help="exit with 1 if the report is stale").set_defaults(run=_check)
     return parser
@@ -225,8 +244,7 @@ def _store(options: argparse.Namespace) -> Path:
 
 def _add(options: argparse.Namespace) -> int:
     content = load(_store(options))
-    every = [f"{name}:{rate}" for name, book in CODEBOOKS.items() for rate in book.legal_rates]
-    covers = every if options.covers == ["all"] else options.covers
+    counts = _counts(options)
     try:
         outcome = Outcome(
             topic=options.topic,
@@ -235,17 +253,46 @@ def _add(options: argparse.Namespace) -> int:
             date=options.date or utc_now()[:10],
             commit=find_commit(None).name if options.commit is None else options.commit,
             command=options.command,
-            passed=options.passed,
-            failed=options.failed,
-            skipped=options.skipped,
-            detail=options.detail,
-            covers=tuple((text.partition(":")[0], text.partition(":")[2]) for text in covers),
+            **counts,
         )
     except ValidationError as error:
         first = error.errors()[0]
         raise MoeValueError(f"{'.'.join(map(str, first['loc'])) or 'outcome'}: {first['msg']}") from error
-    _store(options).write_text(_dump(content.model_copy(update={"outcomes": (*content.outcomes, outcome)})))
+    return _extend(options, content, (outcome,))
+
+
+def _counts(options: argparse.Namespace) -> dict[str, Any]:
+    """Counts, detail and coverage of an outcome: as given, or as reports of tests say."""
+    if (options.junit is None) == (options.passed is None and options.failed is None):
+        raise MoeValueError("give either --passed and --failed, or --junit")
+    every = [f"{name}:{rate}" for name, book in CODEBOOKS.items() for rate in book.legal_rates]
+    covers = every if options.covers == ["all"] else options.covers
+    pairs = tuple((text.partition(":")[0], text.partition(":")[2]) for text in covers)
+    if options.junit is None:
+        if options.passed is None or options.failed is None:
+            raise MoeValueError("--passed and --failed come together")
+        counts = {"passed": options.passed, "failed": options.failed, "skipped": options.skipped}
+        return {**counts, "detail": options.detail, "covers": pairs}
+    found = read_junit(options.junit, options.only)
+    named = ", ".join(found.failed[:_NAMED]) + (", ..." if len(found.failed) > _NAMED else "")
+    detail = "; ".join(part for part in (options.detail, f"failed: {named}" if named else "") if part)
+    counts = {"passed": found.passed, "failed": len(found.failed), "skipped": found.skipped, "detail": detail}
+    if pairs or options.topic != "accuracy":
+        return {**counts, "covers": pairs}
+    return {**counts, "covers": found.covers, "failing": found.failing}
+
+
+def _extend(options: argparse.Namespace, content: Qualification, outcomes: Sequence[Outcome]) -> int:
+    """Store further outcomes, leaving out those that are there already, and make the report."""
+    fresh = tuple(outcome for outcome in outcomes if outcome not in content.outcomes)
+    _store(options).write_text(_dump(content.model_copy(update={"outcomes": (*content.outcomes, *fresh)})))
     return _write(options)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    if not options.file.exists():
+        raise MoeValueError(f"{options.file}: there is no such file")
+    return _extend(options, load(_store(options)), load(options.file).outcomes)
 
 
 def _write(options: argparse.Namespace) -> int:
