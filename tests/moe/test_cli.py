@@ -15,6 +15,7 @@ import pytest
 
 import trellis_moe
 from data_set import DEFAULT_DATA
+from interrupts import interrupted_start
 from trellis_format.errors import FormatValueError
 from trellis_kernels import KernelValueError
 from trellis_moe import MoeValueError
@@ -213,24 +214,10 @@ def test_the_version_is_that_of_the_project(
     assert capsys.readouterr().out == f"{project['name']} {project['version'] if known else 'unknown'}\n"
 
 
-_INTERRUPTED_IMPORT = """
-import builtins, os, signal, sys
-load = builtins.__import__
-def slow(name, *rest):
-    if name == {module!r}:
-        os.kill(os.getpid(), signal.SIGINT)
-    return load(name, *rest)
-builtins.__import__ = slow
-from trellis_moe.cli import main
-sys.exit(main(["demo", "--device", "cpu"]))
-"""
-
-
-@pytest.mark.parametrize("module", ["numpy", "torch"])
-def test_an_interrupt_while_a_library_loads_is_one_line(module: str) -> None:
-    program = _INTERRUPTED_IMPORT.format(module=module)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "trellis-moe: interrupted\n")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_interrupt_while_a_library_loads_is_one_line(library: str) -> None:
+    done = interrupted_start("trellis_moe.cli", ["demo", "--device", "cpu"], library)
+    assert done == (130, "", "trellis-moe: interrupted\n")
 
 
 def test_arguments_are_refused_without_torch() -> None:

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import pkgutil
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
 
 import trellis_prep
+from interrupts import interrupted_start
 from trellis_prep import cli, entry
 
-_INTERRUPTED_IMPORT = """
-import builtins, os, signal, sys
-load = builtins.__import__
-def slow(name, *rest):
-    if name == {module!r}:
-        os.kill(os.getpid(), signal.SIGINT)
-    return load(name, *rest)
-builtins.__import__ = slow
-from trellis_prep.entry import main
-sys.exit(main(["prepare", "--checkpoint", "."]))
-"""
 
-
-@pytest.mark.parametrize("module", ["numpy", "torch"])
-def test_an_interrupt_while_a_library_loads_is_one_line(module: str) -> None:
-    program = _INTERRUPTED_IMPORT.format(module=module)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "trellis-prep: interrupted\n")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_interrupt_while_a_library_loads_is_one_line(library: str) -> None:
+    done = interrupted_start("trellis_prep.entry", ["prepare", "--checkpoint", "."], library)
+    assert done == (130, "", "trellis-prep: interrupted\n")
 
 
 def test_the_command_is_that_of_cli(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,20 @@
 - `trellis_format.container` and `trellis_format.native` read and write slot-major containers.
 - `trellis_format.inspect` reports what it holds, and what breaks a rule.
 - `trellis_format.reference` computes with it in float64.
+
+A name is imported when it is first asked for: numpy takes time to load, and the command must answer an interrupt.
 """
 
 from __future__ import annotations
 
-from trellis_format.detect import container_of
-from trellis_format.layer_source import open_layer_source
+from typing import TYPE_CHECKING
+
+from trellis_format.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trellis_format.detect import container_of
+    from trellis_format.layer_source import open_layer_source
 
 __all__ = ["container_of", "open_layer_source"]
+
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("detect", "layer_source"))

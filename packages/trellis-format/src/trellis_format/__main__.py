@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trellis_format.cli import main
+from trellis_format.entry import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

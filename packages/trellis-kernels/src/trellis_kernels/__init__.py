@@ -6,8 +6,9 @@ when it is first asked for: torch takes seconds to load, and the command must an
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from trellis_format.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trellis_kernels.bank import CodeBank, code_banks
@@ -57,20 +58,4 @@ __all__ = [
 
 _MODULES = ("errors", "routes", "ops", "bank")
 
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        for module in _MODULES:
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
-            if name in found["__all__"]:
-                return globals().setdefault(name, found[name])
-    try:
-        return importlib.import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)

@@ -7,8 +7,9 @@ A name is imported when it is first asked for: torch takes seconds to load, and 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from trellis_format.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trellis_moe.binding import Binding, bind
@@ -60,17 +61,4 @@ __all__ = [
 
 _MODULES = ("errors", "specs", "scratch", "variants", "plan", "session", "lifecycle", "binding", "module", "linear")
 
-
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in __all__:
-        for module in _MODULES:
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
-            if name in found["__all__"]:
-                return globals().setdefault(name, found[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)

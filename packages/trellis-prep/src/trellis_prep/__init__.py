@@ -5,8 +5,9 @@ A name is imported when it is first asked for: torch takes seconds to load, and 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from trellis_format.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trellis_format.extent import TrellisExtent
@@ -67,27 +68,10 @@ __all__ = [
     "select_experts",
 ]
 
-_MODULES = (
-    "cache", "errors", "expert_shares", "extents", "grid", "layout", "linear", "partition", "plan", "preparation",
-    "prepared", "selection", "stage", "staging",
+__getattr__, __dir__ = lazy_names(
+    __name__, __all__,
+    (
+        "trellis_format.extent", "cache", "errors", "expert_shares", "extents", "grid", "layout", "linear", "partition",
+        "plan", "preparation", "prepared", "selection", "stage", "staging",
+    ),
 )  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    if name == "TrellisExtent":
-        return globals().setdefault(name, importlib.import_module("trellis_format.extent").TrellisExtent)
-    if name in __all__:
-        for module in _MODULES:
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
-            if name in found["__all__"]:
-                return globals().setdefault(name, found[name])
-    try:
-        return importlib.import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

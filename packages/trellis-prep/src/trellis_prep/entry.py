@@ -5,8 +5,9 @@ It must not know arguments.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+
+from trellis_format.entry import run_command
 
 __all__ = ["main"]
 
@@ -15,14 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Load the command and run it.
 
     Args:
-        arguments: those of the command line, without the program; default: `sys.argv`.
+        arguments: those of the command line, without the program; None means those of this process.
 
     Returns:
         The exit code of `trellis_prep.cli.main`; 130 where an interrupt came before that began.
     """
-    try:
-        from trellis_prep import cli
-    except KeyboardInterrupt:
-        sys.stderr.write("trellis-prep: interrupted\n")
-        return 130
-    return cli.main(arguments)
+    return run_command("trellis-prep", "trellis_prep.cli", arguments)
