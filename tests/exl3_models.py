@@ -73,6 +73,7 @@ def write_models(folder: Path, model_type: str, *, codebook: str = "mcg", **chan
     config = AutoConfig.for_model(model_type, **{**_COMMON, **MODELS[model_type], **changes})
     torch.manual_seed(zlib.crc32(model_type.encode()))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _fill_routers(model, config.initializer_range)
     exl3, plain = folder / "exl3", folder / "plain"
     model.save_pretrained(plain)
     quantised: dict[str, _Array] = {}
@@ -98,6 +99,14 @@ def write_models(folder: Path, model_type: str, *, codebook: str = "mcg", **chan
     stated["quantization_config"] = {"quant_method": "exl3", "version": "1.6.5", "bits": 3.0, "codebook": codebook}
     (exl3 / "config.json").write_text(json.dumps(stated | {"dtype": "float16"}))
     return exl3, plain
+
+
+def _fill_routers(model: torch.nn.Module, spread: float) -> None:
+    """Give values to routers that some releases leave at zero, whose ties every device breaks its own way."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None) if "Router" in type(module).__name__ else None
+        if weight is not None and not weight.any():
+            torch.nn.init.normal_(weight, std=spread)
 
 
 def _is_quantised(name: str, weight: _Array) -> bool:

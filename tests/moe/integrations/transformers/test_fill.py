@@ -74,6 +74,20 @@ def test_every_supported_architecture_has_a_model() -> None:
     assert set(ARCHITECTURES) <= set(MODELS)
 
 
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_no_router_leaves_the_choice_to_the_device(model_type: str, models: Models) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models(model_type, "mul1")[1])
+    routed: list[torch.Tensor] = []
+    for module in model.modules():
+        if "Router" in type(module).__name__:
+            module.register_forward_hook(lambda _module, _given, found: routed.append(found[0]))
+    logits(model, ids())
+    assert routed
+    for scores in routed:
+        ranked = scores.double().sort().values
+        assert float(ranked.diff().min()) > 1e-6  # float32 of logits of about 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_are_those_of_exllamav3(device: str, data_set: DataSet) -> None:
     golden = load_file(data_set.root / "golden" / "exl3_moe.safetensors")
