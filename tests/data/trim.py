@@ -25,6 +25,8 @@ from safetensors.numpy import load_file, save_file
 WHOLE = "tiny_3_mul1"
 LARGE = ".layer1.m40."
 """Cases of the whole checkpoint that are left out: layer 0 has the same batch."""
+TILE_ROWS = 2
+"""Rows of tiles that are kept of each random matrix, of 8: tiles are decoded alone."""
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -85,11 +87,12 @@ def trim_linear(source: Path, out: Path) -> None:
                 kept[name] = array
         elif name.startswith("states.") and name.endswith(".trellis"):  # the same tiles as inner.mul1's
             if not np.array_equal(array, arrays[f"inner.mul1{name.removeprefix('states')}"]):
-                kept[name] = array
+                kept[name] = np.ascontiguousarray(array[:TILE_ROWS])
         elif name.endswith(".trellis"):
-            kept[name] = array
-        else:  # inner.<codebook>.k<K>.weight, states.k<K>
-            hashes[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+            kept[name] = np.ascontiguousarray(array[:TILE_ROWS])
+        else:  # inner.<codebook>.k<K>.weight has 16 rows of weights for one of tiles, states.k<K> one
+            rows = TILE_ROWS * (16 if name.startswith("inner.") else 1)
+            hashes[name] = hashlib.sha256(np.ascontiguousarray(array[:rows]).tobytes()).hexdigest()
     save_file(kept, out / "golden/exl3_linear.safetensors")
     write_json(out / "golden/hashes.json", dict(sorted(hashes.items())))
 
