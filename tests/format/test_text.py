@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from exl3_files import random_layer, random_linear, write_checkpoint
 from trellis_format.inspect import inspect_checkpoint
 from trellis_format.report import InspectReport
-from trellis_format.text import printable, sections, write_plain, write_report
+from trellis_format.text import sections, write_plain, write_report
 
 RNG = np.random.default_rng(0)
 NASTY = "\x1b[31mred\x1b]0;title\x07 [bold]no[/bold] \x9bK \u202eesrever \u2028 \x00 \r\x08"
@@ -36,24 +34,6 @@ def plain(report: InspectReport) -> str:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@given(st.text())
-def test_printable_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
-    shown = printable(text)
-    assert all(unicodedata.category(character)[0] != "C" for character in shown)
-    assert not set("\u2028\u2029") & set(shown)
-
-
-@given(st.text(st.characters(whitelist_categories=["L", "N", "P", "S", "Zs"])))
-def test_printable_text_is_left_alone(text: str) -> None:
-    assert printable(text) == text
-
-
-def test_escapes_are_readable() -> None:
-    assert printable("a\x1b[31mb") == r"a\x1b[31mb"
-    assert printable("\x9b\u202e\ud800\U000e0001\n") == r"\x9b\u202e\ud800\U000e0001\n"
-    assert printable("Größe 模型") == "Größe 模型"
 
 
 def test_every_section_is_shown(checkpoint_path: Path) -> None:

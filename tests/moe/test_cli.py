@@ -92,9 +92,7 @@ def test_a_refusal_is_one_line_and_code_2(
     assert main(RUN) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.replace("\N{REPLACEMENT CHARACTER}", "?") == (
-        "trellis-moe: error: x: 3 channels,?the layer takes ?[31m4?\n"
-    )
+    assert err == "trellis-moe: error: x: 3 channels,\\nthe layer takes \\x1b[31m4\\x07\n"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_the_table_says_what_ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest
                   "y.safetensors", "decode: cpu", "run 0.250"):  # fmt: skip
         assert words in out, words
     assert "\x1b" not in out
-    assert "a\N{REPLACEMENT CHARACTER}[2Jb[bold]" in out
+    assert "a\\x1b[2Jb[bold]" in out
 
 
 def test_the_table_has_the_constants_of_a_law_that_has_any(
@@ -190,9 +188,7 @@ def test_a_warning_is_one_line_on_stderr(
     assert main([*arguments, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == REPORT
-    assert err.replace("\N{REPLACEMENT CHARACTER}", "?") == (
-        "trellis-moe: warning: a/config.json: says??[31m5\ntrellis-moe: warning: and 6\n"
-    )
+    assert err == "trellis-moe: warning: a/config.json: says\\n\\x1b[31m5\ntrellis-moe: warning: and 6\n"
 
 
 def missing(name: str) -> str:

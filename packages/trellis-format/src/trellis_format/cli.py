@@ -19,7 +19,6 @@ from trellis_format.commands.streams import (
     complain,
     emit,
     emit_json,
-    keep_printing,
     refuse,
 )
 from trellis_format.commands.validate import IGNORE_METHOD_HELP
@@ -27,6 +26,7 @@ from trellis_format.errors import FormatError
 from trellis_format.exl3.names import DEFAULT_PATTERN
 from trellis_format.inspect import inspect_checkpoint
 from trellis_format.report import InspectReport
+from trellis_format.terminal import keep_printing
 from trellis_format.text import write_report
 from trellis_format.validate_report import ValidateReport
 from trellis_format.version import version

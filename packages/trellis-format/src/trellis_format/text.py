@@ -6,24 +6,14 @@ It must not add to the report or judge it.  Names come from foreign files, so wh
 from __future__ import annotations
 
 import importlib
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from trellis_format.report import BitsPerWeight, InspectReport, LayerSummary
+from trellis_format.terminal import printable
 
-__all__ = ["Section", "printable", "sections", "write_plain", "write_report"]
-
-_UNSAFE = {
-    "Cc",
-    "Cf",
-    "Cs",
-    "Co",
-    "Cn",
-    "Zl",
-    "Zp",
-}  # control, format (bidirectional too), surrogate, unassigned, breaks
+__all__ = ["Section", "sections", "write_plain", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -33,16 +23,6 @@ class Section:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-
-
-def printable(text: str) -> str:
-    """Text with every character that a terminal might obey written as an escape."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        character.encode("unicode_escape").decode("ascii") if unicodedata.category(character) in _UNSAFE else character
-        for character in text
-    )
 
 
 def sections(report: InspectReport) -> Iterator[Section]:

@@ -6,15 +6,13 @@ What loads torch or numpy is imported where it is used, under `main`: an interru
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trellis_format.terminal import complain, drop_output, keep_printing, printable
 from trellis_moe.errors import MoeError, MoeValueError
 
 __all__ = ["main"]
@@ -37,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if all went well; 1 if the demo is outside its bounds, the doctor finds something wrong, a table is stale or
         stdout cannot be written; 2 if an argument or a file was refused; 130 after an interrupt.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
+    keep_printing(sys.stdout)
     try:
         options = _parser().parse_args(arguments)
         code: int = options.command(options)
@@ -51,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(f"error: {error}")
         return EXIT_REFUSED
     except BrokenPipeError:
-        _drop_stdout()  # its reader went away; nothing is left to say
+        drop_output()  # its reader went away; nothing is left to say
         return EXIT_FAILED
     except OSError as error:
         if error.filename is not None:
             _tell(f"error: {error.filename}: {error.strerror or error}")
             return EXIT_REFUSED
-        _drop_stdout()
+        drop_output()
         _tell(f"error: standard output: {error.strerror or error}")
         return EXIT_FAILED
     return code
@@ -72,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as all others of the command are."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_REFUSED, f"{self.prog}: error: {_printable(message)} (see {self.prog} --help)\n")
+        self.exit(EXIT_REFUSED, f"{self.prog}: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,7 +161,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     from rich.text import Text
 
     geometry, seconds = report["geometry"], report["seconds"]
-    title = Text(f"layer {report['layer']} of {_printable(report['checkpoint'])}")  # a str would be read as markup
+    title = Text(f"layer {report['layer']} of {printable(report['checkpoint'])}")  # a str would be read as markup
     table = Table(title=title, show_header=False)
     rows = {
         "experts": f"{geometry['num_experts']}, top {report['top_k']}",
@@ -190,7 +187,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     if report["non_finite_tokens"]:
         rows["not finite"] = f"{report['non_finite_tokens']} of {report['tokens']} tokens have infinities or NaN"
     if "output" in report:
-        rows["output"] = _printable(report["output"])
+        rows["output"] = printable(report["output"])
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     Console().print(table)
@@ -209,11 +206,6 @@ def _width(size: int, stored: int) -> str:
     return str(size) if size == stored else f"{size} (stored {stored})"
 
 
-def _printable(text: str) -> str:
-    """Text without control characters, so that a name in a file cannot drive the terminal or feign another line."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def _warn(warning: str) -> None:
     _tell(f"warning: {warning}")
 
@@ -221,16 +213,9 @@ def _warn(warning: str) -> None:
 def _say(line: str) -> None:
     """A line of progress on stderr, where there is one."""
     if sys.stderr is not None:
-        print(_printable(line), file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def _tell(message: str) -> None:
     """One line on stderr, where there is one."""
-    if sys.stderr is not None:
-        print(f"trellis-moe: {_printable(message)}", file=sys.stderr)
-
-
-def _drop_stdout() -> None:
-    """Send what is still buffered nowhere, or the interpreter would try again at exit and fail."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    complain("trellis-moe", message)

@@ -1,17 +1,15 @@
 """Owns the command `trellis-prep`: its arguments, exit codes and streams.  It must not know how bytes move.
 
 Exit codes: 0 when everything was prepared or planned, 1 when a layer could not be, 2 when the checkpoint cannot be
-opened or the command is used wrongly, 130 after an interrupt.
+opened, stdout cannot be written or the command is used wrongly, 130 after an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 import torch
 
@@ -19,7 +17,7 @@ from trellis_format.checkpoint import Checkpoint, open_checkpoint
 from trellis_format.errors import FormatError
 from trellis_format.exl3.layers import LayerKey
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_format.text import printable
+from trellis_format.terminal import complain, emit, keep_printing, printable
 from trellis_format.version import version
 from trellis_prep.bench_cli import add_bench, report_json, run_bench, write_bench_text
 from trellis_prep.cache import PreparedCache
@@ -41,9 +39,10 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 """A layer could not be."""
 EXIT_UNUSABLE = 2
-"""The checkpoint cannot be opened, or the command is used wrongly."""
+"""The checkpoint cannot be opened, stdout cannot be written, or the command is used wrongly."""
 EXIT_INTERRUPTED = 130
 """Interrupted from the keyboard."""
+_PROGRAM = "trellis-prep"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
-        _keep_printing(stream)
+        keep_printing(stream)
     return _bench(options) if options.command == "bench" else _prepare(options)
 
 
@@ -70,10 +69,8 @@ def _bench(options: argparse.Namespace) -> int:
         return _complain("interrupted; everything that was taken is free again", EXIT_INTERRUPTED)
     code = EXIT_OK if all(it.is_exact for it in measured) else EXIT_FAILED
     if options.json:
-        _emit(lambda: sys.stdout.write(json.dumps(report_json(measured), indent=2) + "\n"))
-    else:
-        _emit(lambda: write_bench_text(measured, sys.stdout))
-    return code
+        return _emit(lambda: sys.stdout.write(json.dumps(report_json(measured), indent=2) + "\n"), code)
+    return _emit(lambda: write_bench_text(measured, sys.stdout), code)
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -95,17 +92,17 @@ def _prepare(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted; everything that was taken is free again", EXIT_INTERRUPTED)
     if options.json:
-        return _emit(lambda: sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n"))
-    return _emit(lambda: write_text(report, sys.stdout))
+        return _emit(lambda: sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n"), EXIT_OK)
+    return _emit(lambda: write_text(report, sys.stdout), EXIT_OK)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="trellis-prep",
+        prog=_PROGRAM,
         description="Share the experts of a checkpoint over ranks and stream a share to its device.",
         epilog="exit codes: 0 done, 1 a layer cannot be prepared, 2 the checkpoint cannot be opened, 130 interrupted",
     )
-    parser.add_argument("--version", action="version", version=f"trellis-prep {version()}")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "prepare",
@@ -244,26 +241,10 @@ def _report(
     )
 
 
-def _emit(write: Callable[[], object]) -> int:
-    """Write to stdout; a reader that stopped reading is no failure."""
-    try:
-        write()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # what is left in the buffer must not fail again when the interpreter flushes it
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, sys.stdout.fileno())
-        os.close(sink)
-    return EXIT_OK
+def _emit(write: Callable[[], object], code: int) -> int:
+    return emit(_PROGRAM, write, code, unwritable=EXIT_UNUSABLE)
 
 
 def _complain(message: str, code: int) -> int:
-    sys.stderr.write(f"trellis-prep: {printable(message)}\n")
+    complain(_PROGRAM, message)
     return code
-
-
-def _keep_printing(stream: TextIO) -> None:
-    """Escape what the stream's encoding lacks: a foreign name must not end the report."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from trellis_format.text import printable
+from trellis_format.terminal import printable
 from trellis_prep.measure import sample_rate
 
 __all__ = ["SCHEMA", "LayerRow", "ProgressLine", "RunReport", "write_text"]

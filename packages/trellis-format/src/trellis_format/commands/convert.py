@@ -22,7 +22,7 @@ from trellis_format.convert_source import open_source
 from trellis_format.detect import CONTAINERS
 from trellis_format.errors import FormatError
 from trellis_format.exl3.names import DEFAULT_PATTERN
-from trellis_format.text import printable
+from trellis_format.terminal import printable
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION", "add_parser", "run"]
 

@@ -17,7 +17,7 @@ from trellis_format.detect import container_of
 from trellis_format.errors import FormatArgumentError, FormatError
 from trellis_format.exl3.layers import group_modules
 from trellis_format.exl3.linear import describe_linear
-from trellis_format.text import printable
+from trellis_format.terminal import printable
 from trellis_format.writer import write_shard
 
 __all__ = ["add_parser", "run"]

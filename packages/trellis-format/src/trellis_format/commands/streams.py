@@ -1,7 +1,4 @@
-"""Owns how a command writes: exit codes, stdout that may close, complaints, progress.  It must not know what it writes.
-
-Whatever a command prints may come from a foreign file, so names are escaped before they reach a terminal.
-"""
+"""Owns how a command of this package ends and writes: exit codes, JSON, progress.  It must not know what it writes."""
 
 from __future__ import annotations
 
@@ -12,25 +9,26 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
+from trellis_format import terminal
 from trellis_format.errors import FormatArgumentError, FormatError, FormatNotFoundError, FormatUnsupportedError
-from trellis_format.text import printable
 
 __all__ = [
     "EXIT_ERRORS",
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_UNUSABLE",
+    "PROGRAM",
     "complain",
     "counted",
     "emit",
     "emit_json",
-    "keep_printing",
     "progress",
     "refuse",
 ]
 
+PROGRAM = "trellis-format"
+"""Name of the command."""
 EXIT_OK = 0
 """Nothing is wrong."""
 EXIT_ERRORS = 1
@@ -60,20 +58,8 @@ def refuse(error: FormatError, *, out: str | os.PathLike[str] | None = None) -> 
 
 
 def emit(write: Callable[[], object], code: int) -> int:
-    """Write to stdout; the exit code stays what it is when the reader stops reading."""
-    try:
-        write()
-        sys.stdout.flush()
-    except OSError as error:
-        # What is left in the buffer must not fail again when the interpreter flushes it.
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, sys.stdout.fileno())
-        os.close(sink)
-        if isinstance(error, BrokenPipeError):
-            return code
-        complain(f"stdout cannot be written: {error.strerror or error}")
-        return EXIT_UNUSABLE
-    return code
+    """Write to stdout; returns `code`, also where the reader stops reading, else `EXIT_UNUSABLE`."""
+    return terminal.emit(PROGRAM, write, code, unwritable=EXIT_UNUSABLE)
 
 
 def emit_json(value: object, code: int) -> int:
@@ -83,14 +69,7 @@ def emit_json(value: object, code: int) -> int:
 
 def complain(message: str) -> None:
     """Write one line to stderr."""
-    sys.stderr.write(f"trellis-format: {printable(message)}\n")
-
-
-def keep_printing(stream: TextIO) -> None:
-    """Escape what the stream's encoding lacks: a name must not end the report."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+    terminal.complain(PROGRAM, message)
 
 
 @contextmanager

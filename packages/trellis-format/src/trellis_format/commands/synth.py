@@ -14,7 +14,7 @@ from trellis_format.rates import Rate
 from trellis_format.synth import SynthSpec, plan_synthetic, synth_checkpoint
 from trellis_format.synth_names import NAMINGS
 from trellis_format.synth_source import synth_container
-from trellis_format.text import printable
+from trellis_format.terminal import printable
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION", "add_parser", "run"]
 

@@ -10,7 +10,7 @@ from trellis_format.commands.streams import EXIT_ERRORS, EXIT_OK, emit, progress
 from trellis_format.errors import FormatError
 from trellis_format.exl3.names import DEFAULT_PATTERN
 from trellis_format.report import Severity
-from trellis_format.text import printable
+from trellis_format.terminal import printable
 from trellis_format.validate import validate_checkpoint
 from trellis_format.validate_report import ValidateReport
 
