@@ -24,6 +24,7 @@ __all__ = [
     "LayerSummary",
     "ModelSummary",
     "ProjectionSummary",
+    "Report",
     "Severity",
     "ShardSummary",
     "Skipped",
@@ -41,6 +42,21 @@ SCHEMA_VERSION: Final = 1
 class _Part(BaseModel):
     # `model_type` is a key of the configurations that are reported, no name of pydantic's.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Report(_Part):
+    """A whole report, which goes out as JSON; a subclass has its fields."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    def to_json(self) -> str:
+        """The report as indented ASCII JSON, which no terminal takes for anything else."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=True)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of `to_json`."""
+        return cls.model_json_schema(by_alias=True, mode="serialization")
 
 
 class Severity(StrEnum):
@@ -281,10 +297,8 @@ class Skipped(_Part):
     example: str
 
 
-class InspectReport(_Part):
+class InspectReport(Report):
     """All that headers and configurations of a checkpoint tell."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), populate_by_name=True)
 
     schema_name: Literal["trellis-format/inspect"] = Field(default=SCHEMA, alias="schema")
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -305,12 +319,3 @@ class InspectReport(_Part):
     def has_errors(self) -> bool:
         """Whether a rule is broken somewhere."""
         return any(finding.severity is Severity.ERROR for finding in self.findings)
-
-    def to_json(self) -> str:
-        """The report as indented ASCII JSON, which no terminal takes for anything else."""
-        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=True)
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of `to_json`."""
-        return cls.model_json_schema(by_alias=True, mode="serialization")

@@ -5,12 +5,11 @@ The schema is versioned: a field that is removed or changes its meaning raises `
 
 from __future__ import annotations
 
-import json
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trellis_format.report import Finding, Severity
+from trellis_format.report import Finding, Report, Severity
 
 __all__ = ["FIXES", "SCHEMA", "SCHEMA_VERSION", "Checked", "ValidateReport", "ValidationFinding", "with_fix"]
 
@@ -109,10 +108,8 @@ class Checked(_Part):
     bytes_read: int
 
 
-class ValidateReport(_Part):
+class ValidateReport(Report):
     """The outcome of a validation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     schema_name: Literal["trellis-format/validate"] = Field(default=SCHEMA, alias="schema")
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -126,15 +123,6 @@ class ValidateReport(_Part):
     def has_errors(self) -> bool:
         """Whether a rule is broken somewhere."""
         return any(finding.severity is Severity.ERROR for finding in self.findings)
-
-    def to_json(self) -> str:
-        """The report as indented ASCII JSON, which no terminal takes for anything else."""
-        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=True)
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of `to_json`."""
-        return cls.model_json_schema(by_alias=True, mode="serialization")
 
 
 def with_fix(finding: Finding) -> ValidationFinding:
