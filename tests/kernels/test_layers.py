@@ -93,5 +93,13 @@ def test_ops_without_limits_run_in_torch() -> None:
     assert dict(backends)["decode"] == "cute"
 
 
+def test_routes_of_more_experts_than_kernels_count_are_packed_in_torch() -> None:
+    limits = DeviceLimits("sm_90a", 132)
+    assert op_backends(limits, 4096) == op_backends(limits)
+    plain, many = dict(op_backends(limits)), dict(op_backends(limits, 4097))
+    assert (plain["pack_routes"], many["pack_routes"]) == ("cute", "cpu")
+    assert many | {"pack_routes": "cute"} == plain
+
+
 def test_fused_kernels_take_codebooks_of_arithmetic() -> None:
     assert [name for name in CODEBOOKS if fuses(name)] == ["3inst", "mcg", "mul1"]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from trellis_moe import MoeDistributedError, MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
+from trellis_moe import (
+    MoeDistributedError,
+    MoeError,
+    MoeMemoryError,
+    MoeTypeError,
+    MoeUnsupportedError,
+    MoeValueError,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +21,7 @@ from trellis_moe import MoeDistributedError, MoeError, MoeTypeError, MoeUnsuppor
         (MoeTypeError, TypeError),
         (MoeUnsupportedError, NotImplementedError),
         (MoeDistributedError, RuntimeError),
+        (MoeMemoryError, MemoryError),
     ],
 )
 def test_each_error_is_caught_by_the_base_and_by_the_builtin(kind: type[Exception], builtin: type[Exception]) -> None:

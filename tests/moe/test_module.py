@@ -56,6 +56,17 @@ def test_a_module_over_a_plan_gives_the_bits_of_its_binding(layer: Layer, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_x_may_begin_anywhere(layer: Layer, device: str) -> None:
+    routes = make_routes(layer, 4, 3)
+    module = TrellisMoE(layer.source, layer.weights, capacity=CAPACITY, dtype=torch.float16, device=device)
+    x, ids, weights = (tensor.to(device) for tensor in (routes.x, routes.ids, routes.weights))
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype, device=device)
+    moved = memory[1:].view(x.shape).copy_(x)
+    assert moved.data_ptr() % 16 == 2
+    assert bits(module(moved, ids, weights)) == bits(module(x, ids, weights))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_ids_and_weights_of_any_dtype_are_taken(layer: Layer, device: str) -> None:
     routes = make_routes(layer, 4, 3, dtype=torch.bfloat16)
     module = TrellisMoE(layer.source, layer.weights, capacity=CAPACITY, device=device)

@@ -79,6 +79,18 @@ def test_each_tensor_is_refused_by_its_name(
         RunRules(make_plan(layer), arena).check(*given)
 
 
+@pytest.mark.parametrize("name", ["x", "out"])
+def test_fused_kernels_take_rows_from_a_boundary_on(layer: Layer, arena: torch.Tensor, name: str) -> None:
+    plain = tensors()[NAMES.index(name)]
+    memory = torch.zeros(plain.numel() + 8, dtype=plain.dtype)
+    moved = memory[1:][: plain.numel()].view(plain.shape)
+    assert RunRules(make_plan(layer), arena).check(*tensors(**{name: moved})) == 4
+    fused = RunRules(make_plan(layer, device="cuda", limits=HOPPER), arena)
+    past = moved.data_ptr() % 16
+    with pytest.raises(MoeValueError, match=f"{name} must begin on a boundary of 16 bytes, got {past} past one"):
+        fused.check(*tensors(**{name: moved}))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_tensor_may_lie_in_the_scratch(layer: Layer, arena: torch.Tensor, name: str) -> None:
     plain = tensors()[NAMES.index(name)]

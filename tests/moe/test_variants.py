@@ -76,6 +76,13 @@ def test_a_launch_says_what_its_products_are_made_of(layer: Layer) -> None:
     assert (few.arithmetic, many.arithmetic) == ("exact", "exact")
 
 
+def test_a_layer_of_very_many_experts_has_a_launch_that_takes_them() -> None:
+    many = make_layer(experts=5000, hidden=128, intermediate=128, rates=("1",))
+    (variant,) = variants(many, HOPPER, max_tokens=8)
+    assert (variant.path, variant.backend("pack_routes"), variant.backend("decode")) == (OP_BY_OP, "cpu", "cute")
+    assert [path for path, _ in variant.rejected] == ["moe_small", "prefill"]
+
+
 @pytest.mark.gpu
 def test_limits_of_the_device_choose(layer: Layer) -> None:
     from trellis_kernels.layers import device_limits

@@ -16,6 +16,7 @@ from trellis_format.codebooks import EXL3_CODEBOOKS
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scratch_nbytes, scratch_parts
 from trellis_kernels.cute.moe_plan import plan_moe_small
+from trellis_kernels.cute.op_keys import PackKey
 from trellis_kernels.cute.prefill_plan import SCRATCH_ALIGNMENT, PrefillPlan, plan_prefill
 from trellis_kernels.errors import KernelUnsupportedError
 from trellis_kernels.layer_keys import OpLayer, layer_keys, op_layer_keys
@@ -72,16 +73,19 @@ def device_limits(device: torch.device | str) -> DeviceLimits | None:
     return DeviceLimits(arch, torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def op_backends(limits: DeviceLimits | None) -> tuple[tuple[str, str], ...]:
+def op_backends(limits: DeviceLimits | None, num_experts: int = 1) -> tuple[tuple[str, str], ...]:
     """The backend of every op for a layer that runs one op after the other.
 
     Args:
         limits: of the device; None is one without kernels.
+        num_experts: of the layer; kernels pack routes of so many at most.
 
     Returns:
         (op, backend) in the order of `OPS`.
     """
-    return tuple((op, "cpu" if limits is None else backend_for(op, torch.device("cuda"))) for op in OPS)
+    beyond = {"pack_routes"} if num_experts > PackKey.EXPERT_CLASSES[-1] else set()
+    kernels = [op for op in OPS if limits is not None and op not in beyond]
+    return tuple((op, backend_for(op, torch.device("cuda")) if op in kernels else "cpu") for op in OPS)
 
 
 def fuses(codebook: str) -> bool:

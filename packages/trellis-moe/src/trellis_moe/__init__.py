@@ -13,7 +13,14 @@ from trellis_format.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trellis_moe.binding import Binding, bind
-    from trellis_moe.errors import MoeDistributedError, MoeError, MoeTypeError, MoeUnsupportedError, MoeValueError
+    from trellis_moe.errors import (
+        MoeDistributedError,
+        MoeError,
+        MoeMemoryError,
+        MoeTypeError,
+        MoeUnsupportedError,
+        MoeValueError,
+    )
     from trellis_moe.lifecycle import prepare_weights
     from trellis_moe.linear import TrellisLinear
     from trellis_moe.module import TrellisMoE
@@ -42,6 +49,7 @@ __all__ = [
     "MoeDistributedError",
     "MoeError",
     "MoeGeometry",
+    "MoeMemoryError",
     "MoeTypeError",
     "MoeUnsupportedError",
     "MoeValueError",

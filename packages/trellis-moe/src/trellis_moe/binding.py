@@ -5,13 +5,14 @@ A binding's addresses are fixed.  The torch backend allocates temporaries of its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
 
 from trellis_moe.arena_guard import guard_of
-from trellis_moe.errors import MoeTypeError, MoeValueError
+from trellis_moe.errors import MoeMemoryError, MoeTypeError, MoeValueError
 from trellis_moe.observe import LOG, profile_range
 from trellis_moe.paths.fused import FusedLaunch
 from trellis_moe.paths.op_by_op import OpByOp
@@ -95,8 +96,9 @@ class Binding:
 
         Raises:
             MoeTypeError: if a dtype or device is wrong.
-            MoeValueError: if a shape or stride is wrong, there are more tokens than planned, a tensor lies in the
-                scratch or the output in an input, or another run is being issued in the same scratch; names both.
+            MoeValueError: if a shape or stride is wrong, a tensor does not begin where the kernels can read it, there
+                are more tokens than planned, a tensor lies in the scratch or the output in an input, or another run is
+                being issued in the same scratch; names both.
         """
         tokens = self._rules.check(x, topk_ids, topk_weights, out)
         if tokens == 0:
@@ -180,6 +182,7 @@ def bind(
         MoeTypeError: if an argument is of another type, or scratch, map or weights are on another device than planned.
         MoeValueError: if the weights are of another layer or share, scratch is too small, or the map has another length
             than the plan's ids; names both.
+        MoeMemoryError: if memory runs out; names what it was for, and where.
         ColdKernelError: if kernels are frozen and one of the plan's is not ready; names its key.
     """
     check_type("plan", plan, ExecutionPlan)
@@ -191,14 +194,28 @@ def bind(
     if experts.source != plan.weights.source:
         raise MoeValueError(f"the weights are of another layer than the plan: {_difference(experts, plan)}")
     if scratch is None:
-        scratch = torch.empty(plan.required_nbytes(), dtype=torch.uint8, device=experts.device)
+        with _memory(f"scratch of {plan.required_nbytes()} bytes", experts.device):
+            scratch = torch.empty(plan.required_nbytes(), dtype=torch.uint8, device=experts.device)
     check_type("scratch", scratch, torch.Tensor)
     if scratch.device != experts.device:
         raise MoeTypeError(f"scratch must be on {experts.device}, got {scratch.device}")
     _check_map(plan, experts, expert_map)
-    make_ready(plan)
     LOG.debug("binding a plan: %s", plan.explain())
-    return Binding(plan, experts, scratch, expert_map, nvtx=nvtx)
+    with _memory("a binding's kernels and tables", experts.device):
+        make_ready(plan)
+        return Binding(plan, experts, scratch, expert_map, nvtx=nvtx)
+
+
+@contextmanager
+def _memory(what: str, device: torch.device) -> Iterator[None]:
+    """Name what memory was for where it runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not typed and "allocate memory" not in str(error):  # torch has no type of its own for a CPU's failure
+            raise
+        raise MoeMemoryError(f"{what} cannot be had on {device}: {str(error).splitlines()[0]}") from error
 
 
 def _check_map(plan: ExecutionPlan, experts: PreparedExperts, expert_map: torch.Tensor | None) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["MoeDistributedError", "MoeError", "MoeTypeError", "MoeUnsupportedError", "MoeValueError"]
+__all__ = [
+    "MoeDistributedError",
+    "MoeError",
+    "MoeMemoryError",
+    "MoeTypeError",
+    "MoeUnsupportedError",
+    "MoeValueError",
+]
 
 
 class MoeError(Exception):
@@ -19,6 +26,10 @@ class MoeTypeError(MoeError, TypeError):
 
 class MoeUnsupportedError(MoeError, NotImplementedError):
     """Well formed and deliberately not planned; the message names the combination and what is supported."""
+
+
+class MoeMemoryError(MoeError, MemoryError):
+    """Memory could not be had; the message has what it was for, and where."""
 
 
 class MoeDistributedError(MoeError, RuntimeError):

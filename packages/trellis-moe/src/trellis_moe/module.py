@@ -31,6 +31,8 @@ from trellis_prep.expert_shares import expert_map
 
 __all__ = ["TrellisMoE"]
 
+_BOUNDARY = 16  # bytes; where kernels read rows from
+
 
 class TrellisMoE(torch.nn.Module):
     """The routed experts of one layer, planned, prepared and bound; for inference.
@@ -172,6 +174,8 @@ class TrellisMoE(torch.nn.Module):
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._io_dtype:
             raise MoeTypeError(f"x must be {self._io_dtype}, got {x.dtype}")
+        if x.data_ptr() % _BOUNDARY:  # a view of some rows may begin anywhere
+            x = x.clone()
         shape = (x.shape[0] // self._parts, *x.shape[1:])
         out = torch.empty(shape, dtype=self._output_dtype, device=x.device)
         return self._layer.run(x, ids, weights, out=out)

@@ -15,6 +15,8 @@ from trellis_moe.specs import ID_DTYPES, IO_DTYPES, check_type
 
 __all__ = ["RunRules"]
 
+_FUSED_BOUNDARY = 16  # bytes, on which kernels read rows of x and write rows of out
+
 
 class RunRules:
     """The rules of one binding.
@@ -36,6 +38,7 @@ class RunRules:
             ("topk_weights", weights, top_k),
             ("out", (IO_DTYPES[plan.activation.output_dtype],), hidden),
         )
+        self._boundary = _FUSED_BOUNDARY if fused else 1
         self._max_tokens = plan.capacity.max_tokens
         self._device = scratch.device
         self._scratch = _span(scratch)
@@ -78,12 +81,18 @@ class RunRules:
         raise MoeValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
     def _check_apart(self, given: Sequence[torch.Tensor]) -> None:
-        """Accept tensors that lie apart from the scratch, and an output apart from the inputs."""
+        """Accept rows from a boundary on, tensors apart from the scratch, and an output apart from the inputs."""
         spans = [_span(tensor) for tensor in given]
         first, last = self._scratch
         for index, (begin, end) in enumerate(spans):
             if begin < last and first < end:
                 self._overlap(index, spans[index], "scratch", self._scratch)
+        for index in (0, -1):
+            if spans[index][0] % self._boundary:
+                raise MoeValueError(
+                    f"{self._rules[index][0]} must begin on a boundary of {self._boundary} bytes, got "
+                    f"{spans[index][0] % self._boundary} past one"
+                )
         begin, end = spans[-1]
         for index, (start, stop) in enumerate(spans[:-1]):
             if start < end and begin < stop:

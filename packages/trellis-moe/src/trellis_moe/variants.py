@@ -98,7 +98,8 @@ def plan_variants(
         choice = Choice(None, tokens, (("moe_small", why_not_fused), ("prefill", why_not_fused)))
         if limits is not None and not why_not_fused:
             choice = choose_fused(Declarations(weights, activation, routing, capacity, limits), tokens)
-        variant = _variant(weights, capacity, choice, op_backends(None if why_not_fused else limits))
+        backends = op_backends(None if why_not_fused else limits, weights.source.geometry.num_experts)
+        variant = _variant(weights, capacity, choice, backends)
         found.setdefault(variant.tokens, variant)
     return tuple(found[tokens] for tokens in sorted(found))
 
