@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,27 @@ def test_what_is_refused_is_one_line(
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", str(tmp_path / "gone"), "--ids", "1", "--device", "cpu"]) == 2
     assert "gone" in capfd.readouterr().err
+
+
+def test_nothing_goes_out_before_everything_is_found_sound(model: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", model, "--device", "cpu", "--prompt", "Hello", "--max-new-tokens", "600"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "--max-new-tokens 600 after a prompt of" in err.splitlines()[-1]
+
+
+def test_warnings_are_lines_of_their_own(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shallow = tmp_path / "shallow"
+    shutil.copytree(model, shallow)
+    config = json.loads((shallow / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (shallow / "config.json").write_text(json.dumps(config))
+    words = ["generate", "--model", str(shallow), "--device", "cpu", "--ids", "3", "--max-new-tokens", "1", "--json"]
+    assert main(words) == 0
+    out, err = capfd.readouterr()
+    assert [line for line in err.splitlines() if line.startswith("trellis-moe: warning: ")] == [
+        f"trellis-moe: warning: {warning}" for warning in json.loads(out)["warnings"]
+    ]
+    assert json.loads(out)["warnings"]
 
 
 def test_text_cannot_drive_a_terminal() -> None:

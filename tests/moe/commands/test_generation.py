@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from data_set import DataSet
+from trellis_moe.commands import generation
 from trellis_moe.commands.generation import GENERATE_SCHEMA, GenerateRequest, TokenWatch, generate
-from trellis_moe.errors import MoeUnsupportedError, MoeValueError
+from trellis_moe.errors import MoeValueError
 
 pytest.importorskip("transformers", reason="transformers is an extra of trellis-moe")
 
@@ -111,6 +112,8 @@ def test_text_waits_for_whole_characters() -> None:
         ({"prompt": "a", "max_new_tokens": 0}, "--max-new-tokens must be positive, got 0"),
         ({"prompt": "a", "temperature": -1.0}, "--temperature must be 0 or more and finite, got -1.0"),
         ({"prompt": "a", "temperature": float("nan")}, "--temperature must be 0 or more and finite, got nan"),
+        ({"prompt": "a", "seed": -1}, "--seed must be 0 or more and below 18446744073709551616, got -1"),
+        ({"prompt": "a", "seed": 1 << 64}, "--seed must be 0 or more and below 1844.*, got 18446744073709551616"),
     ],
 )
 def test_requests_are_checked(given: dict[str, Any], message: str) -> None:
@@ -118,26 +121,48 @@ def test_requests_are_checked(given: dict[str, Any], message: str) -> None:
         GenerateRequest(model=Path(), **given)
 
 
-def test_models_that_cannot_be_loaded_are_refused_at_once(model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_generated_is_refused_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(path: Path, ids: tuple[int, ...] = (1,)) -> None:
         generate(GenerateRequest(model=path, ids=ids, device="cpu"))
 
     with pytest.raises(MoeValueError, match=r"has no config\.json, which says what model it is"):
         refused(tmp_path)
-    with pytest.raises(MoeUnsupportedError, match="quant_method is None; whole models are loaded from 'exl3'"):
-        refused(edited(model, tmp_path / "plain", quantization_config=None))
-    with pytest.raises(MoeUnsupportedError, match=r"'nonesuch' is not in transformers .*; supported with .*qwen3_moe"):
-        refused(edited(model, tmp_path / "unknown", model_type="nonesuch"))
     with pytest.raises(MoeValueError, match="token id 512 is outside the vocabulary of 512; ids are from 0"):
         refused(model, (3, 512))
+    monkeypatch.setattr(generation, "load_whole", None)  # ids and counts are checked before the model is loaded
+    with pytest.raises(MoeValueError, match="token id -1 is outside the vocabulary of 512; ids are from 0"):
+        refused(model, (3, -1))
+    with pytest.raises(MoeValueError, match="the prompt has 512 tokens; with one more, the model has 512 positions"):
+        refused(model, (1,) * 512)
+    with pytest.raises(
+        MoeValueError, match="--max-new-tokens 64 after a prompt of 449: the model has 512 positions, so at most 63"
+    ):
+        refused(model, (1,) * 449)
     if not torch.cuda.is_available():
         with pytest.raises(MoeValueError, match="no CUDA device is visible"):
             generate(GenerateRequest(model=model, ids=(1,), device="cuda"))
 
 
-def test_transformers_says_as_much_after_as_before(model: Path) -> None:
-    from transformers.utils import logging
+def test_a_model_s_own_choices_do_not_stop_the_text(model: Path, tmp_path: Path) -> None:
+    asks = edited(model, tmp_path / "asks")
+    shutil.copy(model / "generation_config.json", asks)
+    request = GenerateRequest(model=asks, ids=(3, 4), device="cpu", max_new_tokens=2, dtype="float32")
+    plain = generate(request)["new_ids"]
+    (asks / "generation_config.json").write_text(json.dumps({"num_beams": 4, "num_return_sequences": 2}))
+    assert generate(request)["new_ids"] == plain
 
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    generate(GenerateRequest(model=model, ids=(1,), device="cpu", max_new_tokens=1))
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+def test_warnings_come_before_the_first_token_and_are_kept(model: Path, tmp_path: Path) -> None:
+    shallow = edited(model, tmp_path / "shallow", num_hidden_layers=1)
+    order: list[str] = []
+    report = generate(
+        GenerateRequest(model=shallow, ids=(3, 4), device="cpu", max_new_tokens=1),
+        warn=lambda _: order.append("warning"),
+        begin_with=lambda: order.append("begin"),
+        show=lambda _: order.append("text"),
+    )
+    assert order == ["warning", "begin", "text"]
+    (warning,) = report["warnings"]
+    assert "has no place for: 5, first model.layers.1.input_layernorm.weight" in warning

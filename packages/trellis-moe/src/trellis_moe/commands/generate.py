@@ -56,6 +56,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """
     from trellis_moe.commands.generation import GenerateRequest, generate
 
+    def warn(warning: str) -> None:
+        say(f"trellis-moe: warning: {warning}")
+
     request = GenerateRequest(
         model=options.model,
         prompt=options.prompt,
@@ -68,11 +71,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         is_static=options.static,
     )
     if options.json:
-        print(json.dumps(generate(request, show_progress=False), indent=2))
+        print(json.dumps(generate(request, show_progress=False, warn=warn), indent=2))
         return _EXIT_OK
-    if request.prompt is not None:
-        _show(request.prompt)
-    report = generate(request, show=_show)
+    report = generate(request, show=_show, warn=warn, begin_with=lambda: _show(request.prompt or ""))
     print()
     for line in _summary(report):
         say(line)

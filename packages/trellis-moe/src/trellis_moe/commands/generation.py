@@ -5,23 +5,25 @@ It must not print.  transformers is imported where it is used.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trellis_format.checkpoint import CONFIG_NAME
-from trellis_format.exl3.declared import EXL3_METHOD
-from trellis_format.files.strict_json import read_json
-from trellis_moe.commands.files import check_path
 from trellis_moe.commands.layer import choose_device
 from trellis_moe.commands.progress import progress_bar
-from trellis_moe.errors import MoeUnsupportedError, MoeValueError
+from trellis_moe.commands.whole_model import (
+    check_model,
+    load_whole,
+    muted,
+    open_tokenizer,
+    read_limits,
+    refusing,
+)
+from trellis_moe.errors import MoeValueError
 from trellis_moe.specs import IO_DTYPES
 
 __all__ = ["GENERATE_SCHEMA", "SCHEMA_VERSION", "GenerateRequest", "TokenWatch", "generate"]
@@ -30,8 +32,7 @@ GENERATE_SCHEMA = "trellis-moe.generate"
 """Name of the report's schema."""
 SCHEMA_VERSION = 1
 """Version of the report; bumped with any change of meaning."""
-_MOST_JOBS = 8  # processes that compile kernels; each takes a few hundred MB
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_SEEDS = 1 << 64  # of torch's generators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class GenerateRequest:
             raise MoeValueError(f"--max-new-tokens must be positive, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise MoeValueError(f"--temperature must be 0 or more and finite, got {self.temperature}")
+        if not 0 <= self.seed < _SEEDS:
+            raise MoeValueError(f"--seed must be 0 or more and below {_SEEDS}, got {self.seed}")
 
 
 class TokenWatch:
@@ -125,7 +128,12 @@ class TokenWatch:
 
 
 def generate(
-    request: GenerateRequest, *, show: Callable[[str], None] | None = None, show_progress: bool = True
+    request: GenerateRequest,
+    *,
+    show: Callable[[str], None] | None = None,
+    show_progress: bool = True,
+    warn: Callable[[str], None] = lambda _warning: None,
+    begin_with: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Load a model and continue a prompt.
 
@@ -133,105 +141,64 @@ def generate(
         request: what to generate.
         show: called with each piece of text as it comes; None shows none.
         show_progress: whether loading may show a bar.
+        warn: called with each warning, before the first token.
+        begin_with: called once, when everything is loaded and nothing was refused.
 
     Returns:
-        A report for machines, with the ids, the text and times in seconds.
+        A report for machines, with the ids, the text, times in seconds and the warnings.
 
     Raises:
         FormatError, PrepError, MoeError: if the checkpoint, the model or the device does not hold up.
     """
     device = choose_device(request.device)
-    _check_model(request.model)
-    from trellis_moe.integrations.transformers import TrellisOptions, load_model
-
-    tokenizer = _open_tokenizer(request)
+    check_model(request.model)
+    vocabulary, positions = read_limits(request.model)
+    tokenizer = open_tokenizer(request.model, is_needed=request.prompt is not None)
+    given = _prompt_ids(request, tokenizer)
+    _check_ids(request, given, vocabulary, positions)
     begin = time.perf_counter()
-    with _quiet(), progress_bar(show_progress) as tell:
-        options = TrellisOptions(
-            compile_jobs=min(os.cpu_count() or 1, _MOST_JOBS),
-            progress=lambda _path, done, total: tell("load", done, total),
+    dtype = None if request.dtype is None else IO_DTYPES[request.dtype]
+    with progress_bar(show_progress) as tell:
+        model, warnings = load_whole(
+            request.model, device=device, dtype=dtype, progress=lambda _path, done, total: tell("load", done, total)
         )
-        model = load_model(request.model, options, **_placement(device), **_dtype(request))
     loaded = time.perf_counter()
-    ids = torch.tensor([_prompt_ids(request, tokenizer, model)], device=device)
+    for warning in warnings:
+        warn(warning)
+    begin_with()
+    ids = torch.tensor([given], device=device)
     watch = TokenWatch(show, tokenizer)
     torch.manual_seed(request.seed)
     begin_run = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **_choices(request, model))
-    return _report(request, model, ids, watch, loaded - begin, begin_run)
+    with refusing(request.model, "generate"), muted():
+        model.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **_choices(request, model))
+    return _report(request, model, ids, watch, loaded - begin, begin_run) | {"warnings": warnings}
 
 
-def _check_model(path: Path) -> None:
-    """Refuse what cannot be loaded, before torch or transformers reads anything of it."""
-    check_path(path)
-    if not (path / CONFIG_NAME).is_file():
-        raise MoeValueError(f"{path} has no {CONFIG_NAME}, which says what model it is")
-    config = read_json(path / CONFIG_NAME)
-    stated = config.get("quantization_config") if isinstance(config, dict) else None
-    method = stated.get("quant_method") if isinstance(stated, dict) else None
-    if method != EXL3_METHOD:
-        raise MoeUnsupportedError(f"{path}: quant_method is {method!r}; whole models are loaded from {EXL3_METHOD!r}")
-    from transformers import CONFIG_MAPPING, __version__
-
-    from trellis_moe.integrations.transformers import ARCHITECTURES
-
-    model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise MoeUnsupportedError(
-            f"{path}: model type {model_type!r} is not in transformers {__version__}; supported with experts: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and no advice from transformers, whose lines would stand among the command's own."""
-    from transformers.utils import logging
-
-    level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shows_bars:
-            logging.enable_progress_bar()
-
-
-def _placement(device: torch.device) -> dict[str, Any]:
-    return {} if device.type == "cpu" else {"device_map": {"": device}}
-
-
-def _dtype(request: GenerateRequest) -> dict[str, Any]:
-    return {} if request.dtype is None else {"dtype": IO_DTYPES[request.dtype]}
-
-
-def _open_tokenizer(request: GenerateRequest) -> Any | None:
-    if not any((request.model / name).is_file() for name in _TOKENIZER_FILES):
-        if request.prompt is not None:
-            raise MoeValueError(
-                f"{request.model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); give token ids with --ids"
-            )
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(request.model)
-
-
-def _prompt_ids(request: GenerateRequest, tokenizer: Any | None, model: Any) -> list[int]:
-    vocabulary = model.get_input_embeddings().num_embeddings
+def _prompt_ids(request: GenerateRequest, tokenizer: Any | None) -> list[int]:
     if request.ids is not None:
-        ids = list(request.ids)
-    else:
-        assert tokenizer is not None  # text was refused where there is none
-        ids = tokenizer(request.prompt)["input_ids"]
+        return list(request.ids)
+    assert tokenizer is not None  # text was refused where there is none
+    with refusing(request.model, "take the prompt apart"):
+        ids: list[int] = tokenizer(request.prompt)["input_ids"]
     if not ids:
         raise MoeValueError("the prompt has no token; give at least one character that the tokenizer knows")
-    wrong = [number for number in ids if not 0 <= number < vocabulary]
+    return ids
+
+
+def _check_ids(request: GenerateRequest, ids: list[int], vocabulary: int | None, positions: int | None) -> None:
+    """Refuse what the model has no embedding or position for, before it is loaded."""
+    wrong = [number for number in ids if number < 0 or (vocabulary is not None and number >= vocabulary)]
     if wrong:
         raise MoeValueError(f"token id {wrong[0]} is outside the vocabulary of {vocabulary}; ids are from 0")
-    return ids
+    if positions is None or len(ids) + request.max_new_tokens <= positions:
+        return
+    if len(ids) >= positions:
+        raise MoeValueError(f"the prompt has {len(ids)} tokens; with one more, the model has {positions} positions")
+    raise MoeValueError(
+        f"--max-new-tokens {request.max_new_tokens} after a prompt of {len(ids)}: the model has {positions} positions, "
+        f"so at most {positions - len(ids)}"
+    )
 
 
 def _choices(request: GenerateRequest, model: Any) -> dict[str, Any]:
@@ -239,6 +206,8 @@ def _choices(request: GenerateRequest, model: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
         "do_sample": request.temperature > 0,
+        "num_beams": 1,  # text is shown as it comes, whatever the model's own configuration asks for
+        "num_return_sequences": 1,
         "pad_token_id": model.generation_config.pad_token_id or 0,  # one sequence is never padded
     }
     if request.temperature > 0:

@@ -151,6 +151,9 @@ def place_modules(model: PreTrainedModel, checkpoint: Checkpoint) -> Skeleton:
     linears = _place_linears(names, {name: each for name, each in described.items() if name not in in_layers})
     for path in [*(placed.path for placed in experts), *(placed.path for placed in linears)]:
         model.set_submodule(path, PendingModule())
+    if not experts and not linears:
+        count = len(described)
+        raise MoeValueError(f"{type(model).__name__} has a module for none of the checkpoint's {count} linears")
     _forget_ties(model)
     _check_no_experts_are_left(model)
     return Skeleton(tuple(linears), tuple(experts))
@@ -182,6 +185,8 @@ def _place_experts(
 
 def _check_experts(path: str, module: nn.Module, layer: Exl3Layer, config: Any) -> None:
     geometry = layer_geometry(layer)
+    if _top_k(config) > geometry.num_experts:
+        raise MoeValueError(f"{path}: the model takes {_top_k(config)} experts per token, of {geometry.num_experts}")
     pairs = {
         "experts": (geometry.num_experts, getattr(module, "num_experts", geometry.num_experts)),
         "hidden channels": (geometry.hidden_size, config.hidden_size),
