@@ -75,6 +75,21 @@ def test_what_fails_is_left_out_and_said() -> None:
     assert any("left out a wrong layer" in line for line in lines)
 
 
+def test_a_ceiling_that_rows_have_their_ratio_to_is_not_replaced() -> None:
+    recorder = make_recorder()
+    recorder.add_row(layer_case(), Samples((2000,) * 5), nbytes=4_000_000, flops=0, weights=0, check=GOOD)
+    with pytest.raises(ValueError, match="device copy was measured before"):
+        recorder.add_ceiling(COPY, "bytes", 8_000_000, Samples((1000,) * 5))
+    assert recorder.receipt("a command", HERE).ceiling(COPY).work == 4_000_000
+
+
+def test_a_receipt_of_a_run_that_goes_on_says_so() -> None:
+    recorder = make_recorder()
+    recorder.add_row(layer_case(), Samples((2000,) * 5), nbytes=4_000_000, flops=0, weights=0, check=GOOD)
+    assert [each.what for each in recorder.receipt("a command", HERE, goes_on=True).skipped] == ["the rest"]
+    assert recorder.receipt("a command", HERE).skipped == ()
+
+
 def test_nothing_is_begun_after_the_time() -> None:
     recorder = make_recorder(seconds=-1.0)
     begun: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,41 @@ def test_kernels_can_be_compiled_beforehand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[tuple[list[object], object]] = []
-    monkeypatch.setattr(suite, "suite_keys", lambda *_: ["one", "two", "one"])
-    monkeypatch.setattr(suite, "device_limits", lambda device: DeviceLimits("sm_90a", 132))
+    monkeypatch.setattr(suite, "suite_keys", lambda suite, wanted, limits: [limits.arch, "two", limits.arch])
+    monkeypatch.setattr("trellis_kernels.layers.device_limits", lambda device: DeviceLimits("sm_120a", 188))
     monkeypatch.setattr(suite.compiler, "precompile", lambda keys, jobs: given.append((list(keys), jobs)))
     assert bench(tmp_path, "--compile-only", "--jobs", "3") == 0
-    assert given == [(["one", "two"], 3)]
+    assert bench(tmp_path, "--compile-only", "--arch", "sm_90a") == 0
+    assert given == [(["sm_120a", "two"], 3), (["sm_90a", "two"], None)]
     assert "2 kernels are ready" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_of_every_part_of_the_gpus_suite_are_keys_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    given: list[Any] = []
+    monkeypatch.setattr(suite.compiler, "precompile", lambda keys, jobs: given.extend(keys))
+    words = ["--compile-only", "--arch", "sm_90a", "--preset", "qwen3-30b-a3b:mul1:3", "--tokens", "8", "1024"]
+    assert bench(tmp_path, *words, part="all") == 0
+    assert {key.arch for key in given} == {"sm_90a"}
+    assert {"decode", "ceiling", "rotate", "pack_routes", "reduce_routes"} <= {key.kernel for key in given}
+    assert {key.arithmetic for key in given if key.kernel == "moe_small"} == {"exact", "unrounded", "bytes"}
+
+
+def test_what_was_measured_before_a_process_is_killed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[list[int], list[str]]] = []
+
+    def look(*_: object, **__: object) -> None:
+        receipt = load(tmp_path / "all.json")
+        kept.append((counts(tmp_path / "all.json"), [each.what for each in receipt.skipped]))
+
+    monkeypatch.setattr(suite, "tiny_suite", lambda: replace(SMALL, groups=("rotate",), sizes_on_cpu=True))
+    monkeypatch.setattr(suite, "measure_ops", look)
+    assert bench(tmp_path, part="all") == 0
+    assert kept == [([1, 3, 3, 3], ["the rest"])]
+    assert load(tmp_path / "all.json").skipped == ()
 
 
 def test_layers_can_be_chosen(tmp_path: Path) -> None:
@@ -105,6 +134,7 @@ def test_layers_can_be_chosen(tmp_path: Path) -> None:
         (("--samples", "4"), "--samples must be 5 to 64, got 4"),
         (("--preset", "gpt"), "no layer that is known"),
         (("--jobs", "0"), "--jobs must be at least 1, got 0"),
+        (("--arch", "sm_90a"), "--arch sm_90a goes with --compile-only"),
         (("--tokens", "0"), "--tokens must be at least 1, got 0"),
         (("--seconds", "-1"), "nothing was measured"),
     ],

@@ -26,12 +26,13 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-@given(st.lists(OBJECTS, max_size=6))
-@example([{"case": False}, {"case": 0}])  # equal to Python, not in JSON
-def test_what_is_packed_comes_back(objects: list[dict[str, Any]]) -> None:
-    back = unpack(json.loads(json.dumps(pack(objects))))
+@given(st.lists(OBJECTS, max_size=6), st.sampled_from([(), ("a",), ("a", "case.b")]))
+@example([{"case": False}, {"case": 0}], ())  # equal to Python, not in JSON
+@example([{"a": a, "b": b} for a in (False, 0) for b in range(3)], ("a",))
+def test_what_is_packed_comes_back(objects: list[dict[str, Any]], by: tuple[str, ...]) -> None:
+    back = unpack(json.loads(json.dumps(pack(objects, by))))
     assert sorted(map(canonical, back)) == sorted(map(canonical, objects))
-    assert unpack(pack(back)) == back
+    assert unpack(pack(back, by)) == back
 
 
 def test_what_rows_share_is_said_once() -> None:
@@ -51,12 +52,28 @@ def test_rows_with_the_same_keys_share_a_table() -> None:
     assert pack([]) == []
 
 
+def test_what_rows_of_a_group_share_is_said_once() -> None:
+    objects = [{"name": name, "size": len(name), "n": n} for n in range(3) for name in ("long", "wide")]
+    assert pack(objects, ("name",)) == [
+        {
+            "same": {"size": 4},
+            "columns": ["n"],
+            "grouped": ["name"],
+            "groups": [{"of": ["long"], "rows": [[0], [1], [2]]}, {"of": ["wide"], "rows": [[0], [1], [2]]}],
+        }
+    ]
+    assert "rows" in pack(objects[:4], ("name",))[0]  # groups of two
+    assert "rows" in pack(objects, ("colour",))[0]
+
+
 @pytest.mark.parametrize(
     "table",
     [
         {"columns": ["a"], "rows": [[1]]},
         {"same": {}, "columns": ["a", "b"], "rows": [[1]]},
         {"same": {}, "columns": ["a"]},
+        {"same": {}, "columns": ["a"], "grouped": ["b"], "groups": [{"of": [1, 2], "rows": [[1]]}]},
+        {"same": {}, "columns": ["a"], "grouped": [], "groups": [{"of": [], "rows": [[1, 2]]}]},
         3,
     ],
 )

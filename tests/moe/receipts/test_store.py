@@ -23,6 +23,16 @@ def test_a_file_gives_its_receipt_back(tmp_path: Path) -> None:
     assert path.read_text() == dump(load(path))
 
 
+def test_a_file_of_many_layers_has_them_in_groups(tmp_path: Path) -> None:
+    layers = [("GLM-4.5-Air", "3"), ("Qwen3-30B-A3B", "3"), ("Qwen3-30B-A3B", "4")]
+    rows = [layer_row(tokens, 9_000 * tokens, geometry=name, k=k) for name, k in layers for tokens in (1, 8, 64, 512)]
+    receipt, path = make_receipt(rows), tmp_path / "all.json"
+    write(receipt, path)
+    assert load(path) == receipt
+    assert path.read_text() == dump(load(path))
+    assert path.read_text().count("GLM-4.5-Air") == 1
+
+
 def test_plain_json_of_the_schema_is_a_receipt_too(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     path.write_text(RECEIPT.model_dump_json(by_alias=True))

@@ -16,6 +16,7 @@ import torch
 
 from trellis_kernels.bench.layers import float64_forward, random_experts
 from trellis_kernels.bench.timing import Launch, Samples, eager_samples, graph_samples
+from trellis_kernels.layers import DeviceLimits
 from trellis_moe.bench.presets import Preset
 from trellis_moe.bench.record import Recorder
 from trellis_moe.binding import bind
@@ -82,8 +83,9 @@ def plan_layer(
     arithmetic: str = "exact",
     io_dtype: str = "float16",
     scratch_bound: int | None = None,
+    limits: DeviceLimits | None = None,
 ) -> ExecutionPlan:
-    """The plan of a run of exactly so many tokens."""
+    """The plan of a run of exactly so many tokens, for the device or, where it is not visible, for its limits."""
     source = preset.source()
     return plan_execution(
         plan_weights(source),
@@ -92,6 +94,7 @@ def plan_layer(
         ),
         capacity=ExecutionCapacity(max_tokens=tokens, top_k=preset.top_k, scratch_bound=scratch_bound),
         device=device,
+        limits=limits,
     )
 
 
@@ -258,7 +261,8 @@ class LayerBench:
         """
         prepared = self.prepare(tokens, arithmetic=arithmetic, io_dtype=io_dtype, scratch_bound=scratch_bound)
         if prepared.case.arithmetic != arithmetic:
-            recorder.skip(f"{self.preset.key}, {tokens} tokens, {arithmetic}", "the plan takes exact products")
+            why = f"the plan takes {prepared.case.arithmetic} products"
+            recorder.skip(f"{self.preset.key}, {tokens} tokens, {arithmetic}", why)
             return
         taken: list[tuple[str, Samples]] = []
         if self.device.type == "cuda":

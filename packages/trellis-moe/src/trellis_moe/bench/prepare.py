@@ -52,9 +52,7 @@ class Preparation:
 
 _KIMI_WIDE, _KIMI_NARROW = KIMI_LAYERS
 GPU_PREPARATIONS = (
-    Preparation(
-        LAYER_1GB, 4096, 1408, 128, "4", (64 * MIB, 16 * MIB, 32 * MIB, 128 * MIB), layers=(MODEL_40GB, 37, 64 * MIB)
-    ),
+    Preparation(LAYER_1GB, 4096, 1408, 128, "4", (64 * MIB, 16 * MIB), layers=(MODEL_40GB, 37, 64 * MIB)),
     Preparation(_KIMI_WIDE, 3584, 3072, 896, "2", (64 * MIB,), slots=(0, 12), sparse=True),
     Preparation(_KIMI_NARROW, 3584, 3072, 896, "2", (64 * MIB,), slots=(24, 8), sparse=True),
 )

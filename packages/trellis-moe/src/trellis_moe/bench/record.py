@@ -140,7 +140,13 @@ class Recorder:
         self.tell(f"[{self.elapsed:6.1f} s] left out {what}: {why}")
 
     def add_ceiling(self, name: str, unit: Unit, work: int, samples: Samples) -> None:
-        """Record a ceiling; rows that come after it have their ratio to it."""
+        """Record a ceiling; rows that come after it have their ratio to it.
+
+        Raises:
+            ValueError: if there is one of that name, to which rows have their ratio already.
+        """
+        if name in self._ceilings:
+            raise ValueError(f"{name} was measured before")
         ceiling = Ceiling(name=name, unit=unit, work=work, samples_ns=samples.nanoseconds)
         self._ceilings[name] = ceiling
         self.tell(f"    {name}: {ceiling.rate / 1e12:.3f} T {unit}/s")
@@ -197,12 +203,13 @@ class Recorder:
         self.tell(f"    {describe(case)}: {row.median_ns / 1e3:.2f} us, error {check.error:.1e}; {shares}")
         return row
 
-    def receipt(self, command: str, commit: Commit) -> Receipt:
+    def receipt(self, command: str, commit: Commit, *, goes_on: bool = False) -> Receipt:
         """What was collected; reads the state of the GPUs at the end.
 
         Args:
             command: that ran.
             commit: of the sources.
+            goes_on: whether the run is not over, which is said among what was left out.
 
         Raises:
             MoeValueError: if nothing was measured, or the state of a GPU cannot be read.
@@ -210,6 +217,7 @@ class Recorder:
         if not self._rows or not self._ceilings:
             why = "; ".join(f"{each.what}: {each.why}" for each in self._skipped[:3])
             raise MoeValueError(f"nothing was measured, so there is no receipt ({why or 'nothing was asked for'})")
+        rest = (Skipped(what="the rest", why="the run did not come to its end"),) if goes_on else ()
         return Receipt(
             command=command,
             commit=commit.name,
@@ -219,5 +227,5 @@ class Recorder:
             versions=versions(),
             ceilings=tuple(self._ceilings.values()),
             rows=tuple(self._rows),
-            skipped=tuple(self._skipped),
+            skipped=(*self._skipped, *rest),
         )

@@ -5,7 +5,7 @@ It must not know how anything is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from trellis_kernels.bench.op_cases import keys as op_case_keys
 from trellis_kernels.bench.ops import CEILING_CODEBOOKS
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.keys import KernelKey
-from trellis_kernels.layers import device_limits
+from trellis_kernels.layers import DeviceLimits, device_limits
 from trellis_moe.bench.ceilings import ceiling_keys, measure_copy, measure_decode, measure_gemm
 from trellis_moe.bench.contenders import GroupedLayer, compare, compare_cpu, contender_keys
 from trellis_moe.bench.layers import LayerBench, plan_layer
@@ -49,7 +49,7 @@ class LayerRun:
         preset: which.
         tokens: counts that are measured alone, in a graph and from Python.
         compared: counts that are measured in turns with other contenders.
-        in_bytes: counts that are also measured with the arithmetic `bytes`.
+        opt_in: arithmetic that a caller has to ask for, each with the counts that are also measured with it.
         io_dtype: of x and y.
         scratch_bound: most bytes of scratch, or None.
     """
@@ -57,9 +57,14 @@ class LayerRun:
     preset: Preset
     tokens: tuple[int, ...] = ()
     compared: tuple[int, ...] = ()
-    in_bytes: tuple[int, ...] = ()
+    opt_in: tuple[tuple[str, tuple[int, ...]], ...] = ()
     io_dtype: str = "float16"
     scratch_bound: int | None = None
+
+    def runs(self) -> list[tuple[int, str]]:
+        """(tokens, arithmetic) of what is measured alone, what is faster first."""
+        opted = [(tokens, arithmetic) for arithmetic, counts in self.opt_in for tokens in counts]
+        return [*opted, *((tokens, "exact") for tokens in self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Suite:
         sizes_on_cpu: whether ops are as small as a CPU likes.
         preparations: ways to the device.
         further: (codebook, K) of the other decode rates.
+        around: layers that nothing was asked of, and token counts between those that are asked for.
+        further_preparations: likewise.
         on_cpu: layers that the torch backend runs on the host, with their tokens.
     """
 
@@ -82,38 +89,51 @@ class Suite:
     sizes_on_cpu: bool = False
     preparations: tuple[Preparation, ...] = ()
     further: tuple[tuple[str, str], ...] = ()
+    around: tuple[LayerRun, ...] = ()
+    further_preparations: tuple[Preparation, ...] = ()
     on_cpu: tuple[tuple[Preset, int], ...] = ()
 
 
 def asked_suite() -> Suite:
     """Every figure that was asked for, and no more: about two minutes of measuring behind the compiler."""
     glm, qwen, qwen4 = PRESETS["glm-4.5-air:mul1:3"], PRESETS["qwen3-30b-a3b:mul1:3"], PRESETS["qwen3-30b-a3b:mcg:4"]
+    dsv3, few = PRESETS["deepseek-v3-tp8:mcg:3"], (1, 8, 32, 128)
     layers = (
-        LayerRun(glm, (1, 8, 16, 32), (128, 512, 1024, 4096, 8192, 16384), (1, 8, 16, 32)),
-        LayerRun(qwen, (1, 8, 32), (128, 512, 1024, 4096, 8192), (1, 8, 32)),
-        LayerRun(qwen4, (1, 8, 32, 128, 1024, 8192)),
-        LayerRun(PRESETS["deepseek-v3-tp8:mcg:3"], (1, 8, 32), (128, 1024, 8192)),
+        LayerRun(
+            glm, (1, 8, 16, 32), (128, 512, 1024, 4096, 8192, 16384),
+            (("bytes", (1, 8, 16, 32)), ("unrounded", (1, 8, 16, 32, 128))),
+        ),
+        LayerRun(qwen, (1, 8, 32), (128, 512, 1024, 4096, 8192), (("bytes", (1, 8, 32)), ("unrounded", few))),
+        LayerRun(qwen4, (*few, 1024, 8192), (), (("unrounded", few),)),
+        LayerRun(dsv3, (1, 8, 32), (128, 1024, 8192), (("unrounded", few),)),
         LayerRun(PRESETS["kimi-k3-tp9:mcg:2"], (4096,), scratch_bound=_KIMI_BOUND),
-    )
+    )  # fmt: skip
     first = tuple((book, k) for k in ("3", "4", "2") for book in CEILING_CODEBOOKS)
     further = tuple((book, k) for book in CEILING_CODEBOOKS for k in _RATES if (book, k) not in first)
-    return Suite(first, layers, tuple(GROUPS), False, GPU_PREPARATIONS, further)
+    between = (LayerRun(glm, _between(2048)), LayerRun(qwen, (16, *_between(2048), 16384)))
+    return Suite(first, layers, tuple(GROUPS), False, GPU_PREPARATIONS, further, between)
+
+
+def _between(*more: int) -> tuple[int, ...]:
+    """Token counts that, with those that are asked for, leave no room for a step down."""
+    return (2, 4, 64, 256, *more)
 
 
 def full_suite() -> Suite:
     """What the tables of the documentation need: every figure that was asked for, then what surrounds it."""
     asked, qwen = asked_suite(), PRESETS["qwen3-30b-a3b:mul1:3"]
     around = (
-        LayerRun(PRESETS["glm-4.5-air:mul1:3"], (2, 4, 64, 256, 2048), (), (2, 4)),
-        LayerRun(qwen, (2, 4, 16, 64, 256, 2048, 16384), (), (2, 4, 16)),
-        LayerRun(PRESETS["kimi-k3-tp9:mcg:2"], (1, 8, 64)),
-        LayerRun(PRESETS["qwen3-30b-a3b:mul1:2"], (1, 8, 32, 1024), (), (1, 8, 32)),
-        LayerRun(PRESETS["mixtral-8x7b:mul1:3"], (1, 8), (1024,), (1, 8)),
+        LayerRun(PRESETS["qwen3-30b-a3b:mcg:4"], (16, *_between(512, 2048, 4096, 16384))),
+        LayerRun(PRESETS["deepseek-v3-tp8:mcg:3"], (16, *_between(512, 2048, 4096, 16384))),
+        LayerRun(PRESETS["kimi-k3-tp9:mcg:2"], (1, 8, 64, 1024)),
+        LayerRun(PRESETS["qwen3-30b-a3b:mul1:2"], (1, 8, 32, 1024), (), (("bytes", (1, 8, 32)),)),
+        LayerRun(PRESETS["mixtral-8x7b:mul1:3"], (1, 8), (1024,), (("bytes", (1, 8)),)),
         LayerRun(PRESETS["deepseek-v3:mcg:3"], (1, 8, 32), (1024,)),
         LayerRun(qwen, (8, 1024), io_dtype="bfloat16"),
     )
-    preparations = (*asked.preparations, *FURTHER_PREPARATIONS)
-    return replace(asked, layers=(*asked.layers, *around), preparations=preparations, on_cpu=((qwen, 1),))
+    return replace(
+        asked, around=(*asked.around, *around), further_preparations=FURTHER_PREPARATIONS, on_cpu=((qwen, 1),)
+    )
 
 
 def tiny_suite() -> Suite:
@@ -127,36 +147,74 @@ def tiny_suite() -> Suite:
     )
 
 
-def run(recorder: Recorder, suite: Suite, parts: Iterable[str] = PARTS, *, jobs: int | None = None) -> None:
-    """Measure the parts of a suite; copying and multiplying come first, since ratios need them.
+def run(
+    recorder: Recorder,
+    suite: Suite,
+    parts: Iterable[str] = PARTS,
+    *,
+    jobs: int | None = None,
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure the parts of a suite: what is asked for before what surrounds it, and ceilings, which ratios need, first.
 
     Args:
         recorder: takes ceilings and rows, and says when the time is over.
         suite: what.
         parts: which of `PARTS`.
         jobs: processes that compile, None for one on each CPU.
+        keep: called after each stage, so that a process that is killed loses one at the most.
     """
     wanted = frozenset(parts)
     if recorder.device.type == "cuda":
-        recorder.attempt("compile kernels", lambda: precompile(recorder, suite, wanted, jobs=jobs))
-    recorder.attempt("device copy", lambda: measure_copy(recorder))
-    recorder.attempt("bf16 GEMM", lambda: measure_gemm(recorder))
-    for book, k in suite.decoded:
-        recorder.attempt(f"decode {book} K={k}", partial(measure_decode, recorder, book, k))
-    for layer in suite.layers if wanted & {"layer", "compare"} else ():
-        _measure_layer(recorder, layer, wanted)
-    sizes = TINY_SIZES if suite.sizes_on_cpu else GPU_SIZES
-    for group in suite.groups if "op" in wanted else ():
+        recorder.attempt("compile kernels", lambda: _compile(recorder, suite, wanted, jobs))
+    begin = recorder.elapsed
+    for name, stage in _stages(recorder, suite, wanted):
+        stage()
+        keep()
+        recorder.tell(f"[{recorder.elapsed:6.1f} s] == {name}: {recorder.elapsed - begin:.1f} s")
+        begin = recorder.elapsed
+
+
+def _stages(recorder: Recorder, suite: Suite, wanted: frozenset[str]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Parts of a run in their order, by name."""
+
+    def decode_rates(pairs: tuple[tuple[str, str], ...]) -> None:
+        for book, k in pairs:
+            recorder.attempt(f"decode {book} K={k}", partial(measure_decode, recorder, book, k))
+
+    def ceilings() -> None:
+        recorder.attempt("device copy", lambda: measure_copy(recorder))
+        recorder.attempt("bf16 GEMM", lambda: measure_gemm(recorder))
+        decode_rates(suite.decoded)
+
+    def ops(group: str) -> None:
+        sizes = TINY_SIZES if suite.sizes_on_cpu else GPU_SIZES
         recorder.attempt(f"ops: {group}", partial(measure_ops, recorder, group, sizes))
-    for preparation in suite.preparations if "prepare" in wanted else ():
+
+    def prepare(preparation: Preparation) -> None:
         recorder.attempt(
-            f"prepare {preparation.name}",
-            partial(measure_layer_preparations, recorder, preparation),
-        )
-    for book, k in suite.further if "ceiling" in wanted else ():
-        recorder.attempt(f"decode {book} K={k}", partial(measure_decode, recorder, book, k))
-    for preset, tokens in suite.on_cpu if "compare" in wanted else ():
+            f"prepare {preparation.name}", partial(measure_layer_preparations, recorder, preparation)
+        )  # fmt: skip
+
+    def on_cpu(preset: Preset, tokens: int) -> None:
         recorder.attempt(f"{preset.key} on the CPU", partial(compare_cpu, recorder, preset, tokens))
+
+    has_layers = bool(wanted & {"layer", "compare"})
+    yield "ceilings", ceilings
+    for layer in suite.layers if has_layers else ():
+        yield layer.preset.key, partial(_measure_layer, recorder, layer, wanted)
+    for group in suite.groups if "op" in wanted else ():
+        yield f"ops: {group}", partial(ops, group)
+    for preparation in suite.preparations if "prepare" in wanted else ():
+        yield f"prepare {preparation.name}", partial(prepare, preparation)
+    if "ceiling" in wanted:
+        yield "further ceilings", partial(decode_rates, suite.further)
+    for layer in suite.around if has_layers else ():
+        yield f"{layer.preset.key} around", partial(_measure_layer, recorder, layer, wanted)
+    for preparation in suite.further_preparations if "prepare" in wanted else ():
+        yield f"prepare {preparation.name} further", partial(prepare, preparation)
+    for preset, tokens in suite.on_cpu if "compare" in wanted else ():
+        yield f"{preset.key} on the CPU", partial(on_cpu, preset, tokens)
 
 
 def _measure_layer(recorder: Recorder, layer: LayerRun, wanted: frozenset[str]) -> None:
@@ -167,8 +225,8 @@ def _measure_layer(recorder: Recorder, layer: LayerRun, wanted: frozenset[str]) 
         bench = LayerBench(layer.preset, recorder.device) if bench is None else bench
         return bench
 
-    def take(tokens: int, arithmetic: str) -> Callable[[], None]:
-        return lambda: made().measure(
+    def take(tokens: int, arithmetic: str) -> None:
+        made().measure(
             recorder,
             tokens,
             arithmetic=arithmetic,
@@ -178,11 +236,8 @@ def _measure_layer(recorder: Recorder, layer: LayerRun, wanted: frozenset[str]) 
         )
 
     name = f"{layer.preset.key} {layer.io_dtype}"
-    if "layer" in wanted:
-        for tokens in layer.in_bytes:
-            recorder.attempt(f"{name}, {tokens} tokens, bytes", take(tokens, "bytes"))
-        for tokens in layer.tokens:
-            recorder.attempt(f"{name}, {tokens} tokens", take(tokens, "exact"))
+    for tokens, arithmetic in layer.runs() if "layer" in wanted else ():
+        recorder.attempt(f"{name}, {tokens} tokens, {arithmetic}", partial(take, tokens, arithmetic))
     if "compare" in wanted and layer.compared:
         decoded: list[GroupedLayer] = []
         recorder.attempt(f"{name}, decoded to bf16", lambda: decoded.append(GroupedLayer(made().layers[0])))
@@ -193,45 +248,53 @@ def _measure_layer(recorder: Recorder, layer: LayerRun, wanted: frozenset[str]) 
             )
 
 
-def precompile(recorder: Recorder, suite: Suite, wanted: frozenset[str], *, jobs: int | None = None) -> None:
-    """Compile in processes what the suite launches, so that no measurement waits for a compiler.
+def _compile(recorder: Recorder, suite: Suite, wanted: frozenset[str], jobs: int | None) -> None:
+    limits = device_limits(recorder.device)
+    count = 0 if limits is None else precompile(suite, wanted, limits, jobs=jobs)
+    recorder.tell(f"    {count} kernels are ready")
+
+
+def precompile(suite: Suite, wanted: frozenset[str], limits: DeviceLimits, *, jobs: int | None = None) -> int:
+    """Compile in processes what a suite launches, so that no measurement waits for a compiler; needs no GPU.
 
     Args:
-        recorder: says what was compiled.
         suite: what will be measured.
         wanted: which of `PARTS`.
+        limits: of the device that will measure.
         jobs: processes that compile, None for one on each CPU.
+
+    Returns:
+        How many kernels are ready.
     """
-    limits = device_limits(recorder.device)
-    keys = [] if limits is None else suite_keys(suite, wanted, limits.arch, recorder.device)
-    compiler.precompile(dict.fromkeys(keys), jobs=jobs)
-    recorder.tell(f"    {len(set(keys))} kernels are ready")
+    keys = dict.fromkeys(suite_keys(suite, wanted, limits))
+    compiler.precompile(keys, jobs=jobs)
+    return len(keys)
 
 
-def suite_keys(suite: Suite, wanted: frozenset[str], arch: str, device: torch.device) -> list[KernelKey]:
+def suite_keys(suite: Suite, wanted: frozenset[str], limits: DeviceLimits) -> list[KernelKey]:
     """Every kernel that a suite launches; a layer whose plan is refused has none, and fails where it is measured."""
     keys: list[KernelKey] = []
-    for layer in suite.layers if wanted & {"layer", "compare"} else ():
-        counts = [(tokens, "exact") for tokens in (*layer.tokens, *layer.compared)]
-        for tokens, arithmetic in [*counts, *((tokens, "bytes") for tokens in layer.in_bytes)]:
-            keys += _plan_keys(layer, tokens, arithmetic, device)
+    for layer in (*suite.layers, *suite.around) if wanted & {"layer", "compare"} else ():
+        for tokens, arithmetic in [*layer.runs(), *((tokens, "exact") for tokens in layer.compared)]:
+            keys += _plan_keys(layer, tokens, arithmetic, limits)
         if "compare" in wanted and layer.compared:
-            keys += contender_keys(layer.preset, arch)
+            keys += contender_keys(layer.preset, limits.arch)
     for group in suite.groups if "op" in wanted else ():
-        keys += op_case_keys(group, GPU_SIZES, arch)
+        keys += op_case_keys(group, GPU_SIZES, limits.arch)
     further = suite.further if "ceiling" in wanted else ()
-    return [*keys, *ceiling_keys([*suite.decoded, *further], arch)]
+    return [*keys, *ceiling_keys([*suite.decoded, *further], limits.arch)]
 
 
-def _plan_keys(layer: LayerRun, tokens: int, arithmetic: str, device: torch.device) -> Sequence[KernelKey]:
+def _plan_keys(layer: LayerRun, tokens: int, arithmetic: str, limits: DeviceLimits) -> Sequence[KernelKey]:
     try:
         plan = plan_layer(
             layer.preset,
             tokens,
-            device=device,
+            device=torch.device("cuda"),
             arithmetic=arithmetic,
             io_dtype=layer.io_dtype,
             scratch_bound=layer.scratch_bound,
+            limits=limits,
         )
     except MoeError:
         return ()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trellis_moe.errors import MoeValueError
+from trellis_moe.errors import MoeError, MoeValueError
 
 if TYPE_CHECKING:
     from trellis_moe.bench.suite import LayerRun, Suite
@@ -28,6 +28,7 @@ _MEASURING = {
 }
 _SECONDS = 540.0
 _COUNTS = (1, 8, 1024)  # tokens of a layer that no suite has
+_MULTIPROCESSORS = 132  # of an H100 SXM or an H200, which plans for a target without a device suppose
 
 
 def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
@@ -52,6 +53,7 @@ def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
         one.add_argument("--device", choices=("cpu", "cuda"), help="default cuda; cpu rehearses on a tiny layer")
         one.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one for each CPU)")
         one.add_argument("--compile-only", action="store_true", help="fill the cache of kernels, and measure nothing")
+        one.add_argument("--arch", metavar="ARCH", help="compile for this target, as sm_90a; needs no GPU")
         one.add_argument(
             "--asked", action="store_true", help="only what figures were asked for, not what surrounds them"
         )
@@ -78,7 +80,7 @@ def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
 def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]) -> int:
     from trellis_moe.bench.machine import find_commit
     from trellis_moe.bench.record import Recorder
-    from trellis_moe.bench.suite import PARTS, precompile, run
+    from trellis_moe.bench.suite import PARTS, run
     from trellis_moe.commands.layer import choose_device
     from trellis_moe.receipts.store import write
 
@@ -86,18 +88,28 @@ def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]
         raise MoeValueError(f"--samples must be 5 to 64, got {options.samples}")
     if options.jobs is not None and options.jobs < 1:
         raise MoeValueError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.arch and not options.compile_only:
+        raise MoeValueError(
+            f"--arch {options.arch} goes with --compile-only; what is measured runs on the device there is"
+        )
+    if options.compile_only:
+        return _precompile(options, name, tell)
     device = choose_device(options.device or "cuda")
     commit = find_commit(options.commit, dirty=options.dirty)
     recorder = Recorder(device, seconds=options.seconds, samples=options.samples, tell=tell)
-    parts = PARTS if name == "all" else (name,)
-    if options.compile_only:
-        precompile(recorder, _suite(options, device.type), frozenset(parts), jobs=options.jobs)
-        return 0
     suite, path = _suite(options, device.type), options.out / f"{name}.json"
     interrupted = False
+
+    def keep() -> None:
+        if recorder.rows:
+            try:
+                write(recorder.receipt(_command(name, options), commit, goes_on=True), path)
+            except MoeError as error:
+                tell(f"    not kept yet: {error}")
+
     try:
         with _termination_interrupts():
-            run(recorder, suite, parts, jobs=options.jobs)
+            run(recorder, suite, PARTS if name == "all" else (name,), jobs=options.jobs, keep=keep)
     except KeyboardInterrupt:
         interrupted = True  # what was measured is kept
         recorder.skip("the rest", "interrupted")
@@ -105,6 +117,21 @@ def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]
     tell(f"{len(recorder.rows)} rows in {recorder.elapsed:.0f} s: {path}")
     if interrupted:
         raise KeyboardInterrupt
+    return 0
+
+
+def _precompile(options: argparse.Namespace, name: str, tell: Callable[[str], None]) -> int:
+    from trellis_kernels.layers import DeviceLimits, device_limits
+    from trellis_moe.bench.suite import PARTS, precompile
+
+    limits = DeviceLimits(options.arch, _MULTIPROCESSORS) if options.arch else device_limits("cuda")
+    if limits is None:
+        raise MoeValueError(
+            "--compile-only: no CUDA device is visible that kernels are made for; say --arch, as sm_90a"
+        )
+    parts = PARTS if name == "all" else (name,)
+    count = precompile(_suite(options, "cuda"), frozenset(parts), limits, jobs=options.jobs)
+    tell(f"{count} kernels are ready")
     return 0
 
 
@@ -127,8 +154,10 @@ def _suite(options: argparse.Namespace, device_type: str) -> Suite:
     from trellis_moe.bench.suite import LayerRun, asked_suite, full_suite, tiny_suite
 
     suite = tiny_suite() if device_type == "cpu" else asked_suite() if options.asked else full_suite()
-    layers = suite.layers
+    layers, around = suite.layers, suite.around
     chosen, counts = getattr(options, "preset", None), getattr(options, "tokens", None)
+    if chosen or counts:
+        layers, around = (*layers, *around), ()
     if chosen:
         presets = [get_preset(text) for text in chosen]
         known = {preset: [layer for layer in layers if layer.preset == preset] for preset in presets}
@@ -137,7 +166,7 @@ def _suite(options: argparse.Namespace, device_type: str) -> Suite:
         if min(counts) < 1:
             raise MoeValueError(f"--tokens must be at least 1, got {min(counts)}")
         layers = _at_counts(layers, tuple(counts))
-    return replace(suite, layers=layers)
+    return replace(suite, layers=layers, around=around)
 
 
 def _at_counts(layers: tuple[LayerRun, ...], counts: tuple[int, ...]) -> tuple[LayerRun, ...]:
@@ -146,12 +175,14 @@ def _at_counts(layers: tuple[LayerRun, ...], counts: tuple[int, ...]) -> tuple[L
     for layer in layers:
         known = found.get((layer.preset, layer.io_dtype))
         compared = {*layer.compared, *(known.compared if known else ())}
-        in_bytes = {*layer.in_bytes, *(known.in_bytes if known else ())}
+        opted = dict(known.opt_in if known else ()) | {
+            name: (*dict(known.opt_in if known else ()).get(name, ()), *given) for name, given in layer.opt_in
+        }
         found[layer.preset, layer.io_dtype] = replace(
             layer,
             tokens=tuple(count for count in counts if count not in compared),
             compared=tuple(count for count in counts if count in compared),
-            in_bytes=tuple(count for count in counts if count in in_bytes),
+            opt_in=tuple((name, tuple(count for count in counts if count in given)) for name, given in opted.items()),
         )
     return tuple(found.values())
 
