@@ -83,11 +83,23 @@ def test_the_summary_counts_every_figure() -> None:
 
 
 def test_every_row_of_a_layer_has_spread_error_and_ratios() -> None:
-    rows = cells("layers")
-    assert len(rows) == 5
-    assert rows[0][:8] == ["GLM-4.5-Air, K=3 mul1", "8", "trellis", "exact", "moe_small", "float16", "graph", "206.0"]
-    assert rows[0][8:10] == ["201.9 to 210.1", "1.0e-04"]
-    assert rows[0][10].endswith("% of device copy")
+    made = TABLES["layers"](CONTENT)
+    heading, _, table = made.partition("\n\n")
+    assert heading == "#### GLM-4.5-Air, K=3 mul1"
+    rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in table.splitlines()[2:]]
+    assert [row[1] for row in rows] == [
+        "exact, moe_small", "bytes, moe_small", "bf16 grouped GEMM", "exact, moe_small, bfloat16", "exact, moe_small",
+    ]  # fmt: skip
+    assert rows[0][2:] == ["206.0", "201.9 to 210.1", "1e-04", "0%", "-", "-"]
+    assert rows[4][0] == "1,024"
+
+
+def test_each_layer_has_a_table_and_what_is_unusual_is_said() -> None:
+    rows = [layer_row(8, 206_000, mode="eager"), layer_row(8, 9_000, k="4"), layer_row(1, 9_000, contender="torch")]
+    made = TABLES["layers"](Content((Published("nvidia-h200", "all", make_receipt(rows)),), ()))
+    assert made.count("#### GLM-4.5-Air") == made.count("| tokens | what |") == 2
+    assert "| 8 | exact, moe_small, eager |" in made
+    assert "| 1 | torch, exact, moe_small |" in made
 
 
 def test_receipts_say_where_they_come_from() -> None:

@@ -46,7 +46,7 @@ _STYLE: dict[str, Any] = {
     "ytick.minor.size": 0.0,
     "savefig.facecolor": "white",
 }
-_DPI = 60
+_DPI = 54
 _COLOUR_COUNT = 16  # of a PNG, which is a third of its size without
 _COLOURS = {"trellis": "tab:blue", "exllamav3": "tab:red", UNQUANTISED: "tab:gray"}
 _TICKS = [4**power for power in range(8)]  # token counts
@@ -95,6 +95,7 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
 
     for axes in figure.axes:
         axes.minorticks_off()  # on logarithmic axes they are most of the file
+        axes.grid(clip_on=False)  # a line of the grid ends where the panel does
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
@@ -108,15 +109,21 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def _smaller(svg: str) -> str:
-    """The same drawing in a fifth of the bytes: tenths of a point, styles said once, nothing that draws nothing."""
+    """The same drawing in a fifth of the bytes: tenths of a point, styles once, short names, nothing without effect."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]).replace(".0 ", " "), svg)
+    names = dict.fromkeys(re.findall(r'(?:href="|url\()#([a-z0-9]+)', svg))
+    shorter = {name: f"{name[0]}{index}" for index, name in enumerate(names)}
+    svg = re.sub(r'(id="|href="#|url\(#)([a-z0-9]+)', lambda match: match[1] + shorter.get(match[2], match[2]), svg)
+    svg = svg.replace("xlink:href", "href")
     svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
     svg = re.sub(r"<g [^>]*/>", "", svg)
     svg = re.sub(r'<g id="[a-z0-9_.]+">', "<g>", svg)
     svg = _without_bare_groups(svg)
     styles = list(dict.fromkeys(re.findall(r' style="([^"]*)"', svg)))
     svg = re.sub(r' style="([^"]*)"', lambda match: f' class="s{styles.index(match[1])}"', svg)
+    marks = r'<g (clip-path="[^"]*")>((?:\s*<use [^>]*( class="s\d+")/>)+\s*)</g>'  # a line has one look
+    svg = re.sub(marks, lambda match: f"<g {match[1]}{match[3]}>{match[2].replace(match[3], '')}</g>", svg)
     rules = "".join(f".s{index}{{{style}}}\n" for index, style in enumerate(styles))
     svg = svg.replace("<defs>", f"<style>\n{rules}</style>\n<defs>", 1)
     return re.sub(r"\s*\n\s*", "\n", svg).strip() + "\n"
@@ -213,10 +220,15 @@ def _roofline(receipts: Sequence[Receipt], peers: Sequence[Peer]) -> Figure | No
     """
     by_rate: dict[str, list[tuple[Receipt, LayerCase, Row]]] = {}
     for receipt in receipts:
+        fastest: dict[tuple[str, str, str, int], tuple[LayerCase, Row]] = {}
         for row in receipt.rows:
             case = row.case
             if isinstance(case, LayerCase) and (case.contender, case.mode) == ("trellis", "graph"):
-                by_rate.setdefault(case.k, []).append((receipt, case, row))
+                place = case.geometry, case.codebook, case.k, case.tokens
+                if place not in fastest or row.median_ns < fastest[place][1].median_ns:
+                    fastest[place] = case, row
+        for case, row in fastest.values():
+            by_rate.setdefault(case.k, []).append((receipt, case, row))
     by_rate = {k: rows for k, rows in by_rate.items() if len(rows) >= _LEAST_COUNTS}
     if not by_rate:
         return None

@@ -184,30 +184,37 @@ def _other(millis: float | None, ours: float) -> str:
 
 
 def _layers(content: Content) -> str:
-    """Every row of a whole layer, of every receipt."""
-    rows = []
+    """Every row of a whole layer, of every receipt; a table for each layer."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
     for each in content.published:
         for row in each.receipt.rows:
             case = row.case
             if isinstance(case, LayerCase):
-                rows.append((
-                    f"{case.geometry}, K={case.k} {case.codebook}", f"{case.tokens:,}", case.contender, case.arithmetic,
-                    case.path, case.io_dtype, case.mode, f"{row.median_ns / 1e3:.1f}", _spread(row.samples_ns),
-                    f"{row.check.error:.1e}", _ratios(row),
+                tables.setdefault(f"{case.geometry}, K={case.k} {case.codebook}", []).append((
+                    f"{case.tokens:,}", _ran(case), f"{row.median_ns / 1e3:.1f}", _spread(row.samples_ns),
+                    f"{row.check.error:.0e}", *(_ratio(row, name) for name in ("device copy", "bf16 GEMM", "decode ")),
                 ))  # fmt: skip
-    header = (
-        *("layer", "tokens", "contender", "arithmetic", "path", "io", "mode", "median, us", "fastest to slowest, us"),
-        *("error", "of ceilings"),
-    )
-    return _table(header, rows, right=(1, 7)) if rows else _NONE
+    header = ("tokens", "what", "median, us", "fastest to slowest", "error", "copy", "GEMM", "decode")
+    made = [f"#### {layer}\n\n{_table(header, rows, (0, 2, 5, 6, 7))}" for layer, rows in tables.items()]
+    return "\n\n".join(made) or _NONE
+
+
+def _ran(case: LayerCase) -> str:
+    """What ran, in few words: of trellis the arithmetic and the kernels; io and mode where they are not the usual."""
+    words = case.contender if case.arithmetic == "none" else f"{case.arithmetic}, {case.path}"
+    if case.contender not in ("trellis", words):
+        words = f"{case.contender}, {words}"
+    words += f", {case.io_dtype}" if case.contender == "trellis" and case.io_dtype != "float16" else ""
+    return words if case.mode == "graph" else f"{words}, {case.mode}"
+
+
+def _ratio(row: Row, name: str) -> str:
+    """A row's share of the ceiling whose name begins so."""
+    return next((f"{ratio.value:.0%}" for ratio in row.ratios if ratio.of.startswith(name)), "-")
 
 
 def _spread(samples: Sequence[int]) -> str:
     return f"{min(samples) / 1e3:.1f} to {max(samples) / 1e3:.1f}"
-
-
-def _ratios(row: Row) -> str:
-    return ", ".join(f"{ratio.value:.0%} of {ratio.of}" for ratio in row.ratios)
 
 
 def _ceilings(content: Content) -> str:
