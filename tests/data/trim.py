@@ -45,6 +45,7 @@ CUTS = (
     Cut("gptoss_3_mcg", (0,), 2),
     Cut("dsv3_3_mcg", (1,), 3, also=r"model\.layers\.1\.mlp\.shared_experts\."),
 )
+STORAGE = "quantization_config.json"
 ROUTER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.gate|mlp\.router|block_sparse_moe\.gate)\.\w+")
 EXPERT = re.compile(r"(model\.layers\.(\d+)\.\w+\.experts\.)(\d+)(\..+)")
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -63,6 +64,8 @@ def main() -> None:
     moe = load_file(options.source / "golden/exl3_moe.safetensors")
     arch = load_file(options.source / "golden/exl3_arch.safetensors")
     shutil.copytree(options.source / "checkpoints" / WHOLE, options.out / "checkpoints" / WHOLE)
+    whole = options.out / "checkpoints" / WHOLE / STORAGE
+    write_storage(whole, json.loads(whole.read_text()))
     kept_moe = {name: array for name, array in moe.items() if name.startswith(f"{WHOLE}.") and LARGE not in name}
     kept_arch: Arrays = {}
     for cut in CUTS:
@@ -137,7 +140,7 @@ def trim_checkpoint(source: Path, out: Path, cut: Cut, chosen: dict[int, tuple[i
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     write_json(folder / "config.json", config)
-    quantization = json.loads((source / "quantization_config.json").read_text())
+    quantization = json.loads((source / STORAGE).read_text())
     storage = {}
     for module, value in quantization["tensor_storage"].items():
         tensors = {}
@@ -148,7 +151,7 @@ def trim_checkpoint(source: Path, out: Path, cut: Cut, chosen: dict[int, tuple[i
         if tensors:
             new_module, _ = place(f"{module}.x", cut, chosen)
             storage[(new_module or module).removesuffix(".x")] = value | {"stored_tensors": tensors}
-    write_json(folder / "quantization_config.json", quantization | {"tensor_storage": storage})
+    write_storage(folder / STORAGE, quantization | {"tensor_storage": storage})
 
 
 def place(name: str, cut: Cut, chosen: dict[int, tuple[int, ...]]) -> tuple[str | None, tuple[int, ...] | None]:
@@ -161,6 +164,11 @@ def place(name: str, cut: Cut, chosen: dict[int, tuple[int, ...]]) -> tuple[str 
     if (match := ROUTER.fullmatch(name)) is not None and int(match[1]) in chosen:
         return name, chosen[int(match[1])]
     return (name, None) if re.match(cut.also, name) else (None, None)
+
+
+def write_storage(path: Path, value: object) -> None:
+    """Write JSON without a space: the converter indents it, which is more than half of the file."""
+    path.write_text(json.dumps(value, separators=(",", ":")) + "\n")
 
 
 def write_json(path: Path, value: object) -> None:
