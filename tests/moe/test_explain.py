@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe.samples import make_layer, make_plan
 from trellis_kernels.layers import DeviceLimits
-from trellis_moe import ExecutionCapacity, plan_execution, plan_weights
+from trellis_moe import ExecutionCapacity, RoutingSpec, plan_execution, plan_weights
 from trellis_moe.explain import explain
 
 HOPPER = DeviceLimits(arch="sm_90a", multiprocessors=132)
@@ -30,6 +30,14 @@ def test_every_launch_has_its_lines() -> None:
 
 
 def test_a_launch_that_no_graph_can_hold_says_so() -> None:
-    plan = make_plan(make_layer(rates=("3",), codebook="lut_e4m3"), device="cuda", limits=HOPPER)
+    layer = make_layer(rates=("3",))
+    plan = plan_execution(
+        plan_weights(layer.source),
+        activation=make_plan(layer).activation,
+        routing=RoutingSpec(apply_router_weight_on_input=True),
+        capacity=ExecutionCapacity(max_tokens=9, top_k=3),
+        device="cuda",
+        limits=HOPPER,
+    )
     assert "not for CUDA graphs" in plan.explain()
-    assert "codebook lut_e4m3 needs a table in shared memory" in plan.explain()
+    assert "it multiplies route weights into what experts give" in plan.explain()

@@ -83,10 +83,26 @@ def test_route_weights_on_the_input_take_neither(layer: Layer) -> None:
     assert found.rejected[0] == ("moe_small", "it multiplies route weights into what experts give")
 
 
-def test_codebooks_of_tables_take_neither() -> None:
-    found = choice(make_layer(codebook="lut_e4m3", rates=("3",), intermediate=256))
-    assert found.fused is None
-    assert all("lut_e4m3 needs a table" in reason for _, reason in found.rejected)
+@pytest.mark.parametrize(("codebook", "rate"), [("lut_e4m3", "3"), ("lut_fp16", "5")])
+def test_codebooks_of_tables_are_fused(codebook: str, rate: str) -> None:
+    layer = make_layer(codebook=codebook, rates=(rate,), intermediate=256)
+    for tokens in (1, 9):
+        few = choice(layer, tokens=tokens)
+        assert isinstance(few.fused, MoeSmallKey)
+        assert few.fused.codebook == codebook
+        assert few.rejected == ()
+    many = choice(layer, tokens=10_000)
+    assert isinstance(many.fused, PrefillPlan)
+    assert many.fused.codebook == codebook
+
+
+def test_unrounded_products_are_taken_where_asked(layer: Layer) -> None:
+    for tokens in (1, 20):
+        few = choice(layer, tokens=tokens, arithmetic="unrounded").fused
+        assert isinstance(few, MoeSmallKey)
+        assert few.arithmetic == "unrounded"
+    many = choice(layer, tokens=10_000, arithmetic="unrounded").fused
+    assert isinstance(many, PrefillPlan)
 
 
 @pytest.mark.parametrize(("fitting", "tokens"), [(1, 1), (3, 3), (7, 7), (8, 8), (9, 8), (19, 16)])
@@ -111,7 +127,7 @@ def test_products_of_bytes_are_taken_where_few_routes_share_an_expert(layer: Lay
     few, more = (choice(layer, tokens=tokens, arithmetic="bytes").fused for tokens in (10, 11))
     assert isinstance(few, MoeSmallKey)
     assert isinstance(more, MoeSmallKey)
-    assert (few.arithmetic, more.arithmetic) == ("bytes", "exact")
+    assert (few.arithmetic, more.arithmetic) == ("bytes", "unrounded")
     exact = choice(layer, tokens=1).fused
     assert isinstance(exact, MoeSmallKey)
     assert exact.arithmetic == "exact"

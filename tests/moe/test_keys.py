@@ -28,15 +28,14 @@ def keys(
     capacity: dict[str, Any] | None = None,
     limits: DeviceLimits = HOPPER,
 ) -> frozenset[KernelKey]:
-    """The keys of a plan that differs from the plain one as told; `op by op` is a codebook of a table."""
-    table = {"codebook": "lut_e4m3", "rates": ("3",)} if path == "op by op" else {}
-    made: Layer = make_layer(**BASE | table | (layer or {}))
+    """The keys of a plan that differs from the plain one as told; `op by op` is for weights of routes on the input."""
+    made: Layer = make_layer(**BASE | (layer or {}))
     law = made.source.activation
     assert law is not None
     plan = plan_execution(
         plan_weights(made.source, even_extents(768, share)[0]),
         activation=ActivationSpec(**{"nonlinearity": law, "io_dtype": "bfloat16"} | (activation or {})),
-        routing=RoutingSpec(**routing or {}),
+        routing=RoutingSpec(**{"apply_router_weight_on_input": path == "op by op"} | (routing or {})),
         capacity=ExecutionCapacity(**{"max_tokens": PATHS[path], "top_k": 2} | (capacity or {})),
         device="cuda",
         limits=limits,

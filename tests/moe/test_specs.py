@@ -11,6 +11,7 @@ import torch
 from moe.samples import LAWS
 from trellis_format.activations import Activation
 from trellis_moe import (
+    ARITHMETICS,
     IO_DTYPES,
     ActivationSpec,
     ExecutionCapacity,
@@ -25,7 +26,7 @@ from trellis_moe.specs import check_type, io_dtype_name
 SPECS = [
     *(ActivationSpec(nonlinearity=law, io_dtype=name) for law in LAWS for name in IO_DTYPES),
     ActivationSpec(nonlinearity=LAWS[0], io_dtype="bfloat16", output_dtype="bfloat16", rotation_dtype="float16"),
-    ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="bytes"),
+    *(ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic=name) for name in ARITHMETICS),
     RoutingSpec(),
     RoutingSpec(deterministic_output=False),
     RoutingSpec(apply_router_weight_on_input=True),
@@ -59,7 +60,7 @@ def test_repr_evaluates_back_and_nothing_can_be_changed(spec: Any) -> None:
         ({"io_dtype": torch.float16}, MoeValueError, ("io_dtype", "torch.float16", "names")),
         ({"io_dtype": ["float16"]}, MoeValueError, ("io_dtype", "['float16']")),
         ({"output_dtype": "int8"}, MoeValueError, ("output_dtype", "'int8'", "float16, bfloat16, float32")),
-        ({"arithmetic": "fp8"}, MoeValueError, ("arithmetic", "'fp8'", "exact, bytes")),
+        ({"arithmetic": "fp8"}, MoeValueError, ("arithmetic", "'fp8'", "exact, unrounded, bytes")),
         ({"rotation_dtype": "bfloat16"}, MoeValueError, ("rotation_dtype", "'bfloat16'", "float16")),
     ],
 )

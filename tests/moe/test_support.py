@@ -81,12 +81,13 @@ def test_a_refusal_shows_the_row_of_the_table(codebook: str) -> None:
     lines = [line for line in support_table().splitlines() if line.startswith(f"| `{codebook}` |")]
     assert len(lines) == 1 + len(LAUNCHES)
     assert all(cell.strip() in row for line in lines for cell in line.strip("|").split("|"))
-    spec = ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="bytes")
+    spec = ActivationSpec(nonlinearity=LAWS[0], io_dtype="float16", arithmetic="exact")
     source = make_layer(codebook=codebook, rates=("5" if codebook == "lut_fp16" else "3",)).source
-    check_support(source, replace(spec, arithmetic="exact"))
-    if codebook == "mul1":
-        check_support(source, spec)
-    else:
-        with pytest.raises(MoeUnsupportedError, match="arithmetic bytes needs codebook mul1") as caught:
-            check_support(source, spec)
+    check_support(source, spec)
+    for arithmetic, legal in (("bytes", ("mul1",)), ("unrounded", ("3inst", "mcg", "mul1"))):
+        if codebook in legal:
+            check_support(source, replace(spec, arithmetic=arithmetic))
+            continue
+        with pytest.raises(MoeUnsupportedError, match=f"arithmetic {arithmetic} needs codebook .*mul1") as caught:
+            check_support(source, replace(spec, arithmetic=arithmetic))
         assert row in str(caught.value)

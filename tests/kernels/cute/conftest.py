@@ -22,6 +22,7 @@ OUT_BASE = 1 << 40
 SHARED_BASE = 1 << 10
 SECTOR = 32
 BANKS = 32
+G, T = np.arange(32) // 4, np.arange(32) % 4  # row or column, and place in it, of a lane in a product
 
 
 def u32(value: object) -> Lanes:
@@ -80,6 +81,30 @@ class NumpyWarp:
 
     def f16x2_to_f32(self, pair: Lanes) -> list[Lanes]:
         return list(np.ascontiguousarray(halves(pair).astype(np.float32).view(np.uint32).T))
+
+    def own_columns(self, lane: Lanes, word: int) -> list[Lanes]:
+        g, t = lane // 4, lane % 4
+        return [np.where(g == 2 * t + column, word, 0).astype(np.uint32) for column in range(2)]
+
+    def multiply_halves_to_halves(self, a: list[Lanes], b: list[Lanes], addend_bits: int) -> list[Lanes]:
+        left, right = (operands(words, np.float16, 2).astype(np.float64) for words in (a, b))
+        addend = float(np.array(addend_bits, np.uint16).view(np.float16))
+        total = left[..., :16, :] @ np.swapaxes(right, -1, -2) + addend
+        sums = total.astype(np.float16)  # spans few bits, so float64 is exact and this rounds once
+        pairs = np.stack([sums[..., G + 8 * half, :] for half in range(2)])
+        pairs = np.stack([pairs[..., np.arange(32), 2 * T + column] for column in range(2)], axis=-1)
+        return [np.ascontiguousarray(pair).view(np.uint32)[..., 0] for pair in pairs]
+
+    def multiply_bytes_plain(self, a: list[Lanes], b: list[Lanes]) -> list[Lanes]:
+        left, right = (operands(words, np.uint8, 4).astype(np.int64) for words in (a, b))
+        total = left @ np.swapaxes(right, -1, -2)
+        return [u32(total[..., G + 8 * (z // 2), 2 * T + z % 2]) for z in range(4)]
+
+    def word_of(self, value: int) -> Lanes:
+        return np.full(32, value, np.uint32)
+
+    def repeat_half(self, value: Lanes, half: int) -> Lanes:
+        return np.repeat(halves(value)[..., half : half + 1], 2, axis=-1).copy().view(np.uint32)[..., 0]
 
     def reverse_bits(self, value: Lanes) -> Lanes:
         return np.array([int(f"{word:032b}"[::-1], 2) for word in value.tolist()], np.uint32)
@@ -147,6 +172,17 @@ class NumpyWarp:
 def halves(value: Lanes) -> npt.NDArray[np.float16]:
     """`[lanes] uint32` to the two fp16 values of each, low half first."""
     return np.ascontiguousarray(value).view(np.float16).reshape(-1, 2)
+
+
+def operands(words: list[Lanes], kind: type, count: int) -> npt.NDArray[np.generic]:
+    """Registers `[..., 32]` of operand A (four) or B (two) of a product, as its rows or columns by inputs."""
+    sides = len(words) // 2
+    matrix = np.zeros((*np.broadcast_shapes(*(word.shape[:-1] for word in words)), 8 * sides, 8 * count), kind)
+    for index, word in enumerate(words):
+        values = np.ascontiguousarray(word)[..., None].view(kind)
+        for place in range(count):
+            matrix[..., G + 8 * (index % sides), count * T + place + 4 * count * (index // sides)] = values[..., place]
+    return matrix
 
 
 def transposed(matrix: Lanes) -> Lanes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from trellis_format.errors import FormatValueError
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import codebooks
+from trellis_kernels.cute.archs import ARCHS, compiling_for
 from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 from trellis_kernels.errors import KernelUnsupportedError
 
@@ -41,3 +44,19 @@ def test_all_states_decode_to_the_table(monkeypatch: pytest.MonkeyPatch, numpy_w
     table = CODEBOOKS[name].table_for().view(np.uint16)
     np.testing.assert_array_equal(found[:, 0], table)
     np.testing.assert_array_equal(found[:, 1], table[::-1])
+
+
+@pytest.mark.parametrize("target", [None, *ARCHS])
+@pytest.mark.parametrize("name", codebooks.DEVICE_CODEBOOKS)
+def test_eight_states_of_every_lane_decode_to_the_table(
+    monkeypatch: pytest.MonkeyPatch, numpy_warp, name: str, target: str | None
+) -> None:
+    monkeypatch.setattr(codebooks, "primitives", numpy_warp)
+    law = codebooks.get_device_codebook(name)
+    states = np.random.default_rng(8).permutation(STATES).astype(np.uint32).reshape(8, -1, 32)
+    hashes = [law.hash(eighth * np.uint32(0x00010001)) for eighth in states]
+    with compiling_for(target) if target else nullcontext():
+        pairs = law.finish_eight(hashes, np.arange(32))
+    found = np.stack([np.ascontiguousarray(pair).view(np.uint16).reshape(-1, 32, 2) for pair in pairs])
+    table = CODEBOOKS[name].table_for().view(np.uint16)
+    np.testing.assert_array_equal(found.transpose(0, 3, 1, 2).reshape(states.shape), table[states])

@@ -7,8 +7,10 @@ import pytest
 
 from trellis_format.codebooks import CODEBOOKS, get_codebook
 from trellis_format.codebooks.mul1 import BIAS_BITS, SCALE_BITS
+from trellis_format.codebooks.summed_halves import FIELD_MASK, FIELD_XOR
 from trellis_format.rates import Rate
-from trellis_format.tiles import decode_inner
+from trellis_format.ring import unpack_states
+from trellis_format.tiles import decode_inner, join_tiles
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -71,20 +73,22 @@ class Memory:
 
 
 def run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, arithmetic, columns, within, s_table=0):
-    """One step of strip 1 in numpy: sums `[4, columns, 4, lanes]`."""
+    """One step of strip 1 in numpy: finished sums `[4, columns, 4, lanes]`."""
     for module in (codebooks, gemm_loop):
         monkeypatch.setattr(module, "primitives", numpy_warp)
     monkeypatch.setattr(gemm_loop, "gemm_primitives", Memory(codes, stored))
     monkeypatch.setattr(gemm_loop, "Int64", np.int64)
+    monkeypatch.setattr(gemm_loop, "Float32", np.float64)
     share = share_of(rate)
     words = np.zeros((1, share.step_words, 32), np.uint32)
     row_words = np.zeros((1, columns, gemm_loop.row_words(arithmetic), 32), np.uint32)
-    sums = np.zeros((4, columns, 4, 32))
+    sums = np.zeros((gemm_loop.sum_places(codebook, arithmetic), columns, 4, 32))
     g_share = 4 * rate.tile_bytes + gemm_loop.lane_offset(rate, codes.shape[1], LANE)
     gemm_loop.load_share(words, 0, g_share, share)
     gemm_loop.load_rows(row_words, 0, within, 0, columns, arithmetic)
     gemm_loop.consume(sums, words, row_words, 0, 0, share, LANE, s_table, codebook, columns, arithmetic)
-    return sums
+    gemm_loop.finish_sums(sums, columns, codebook, arithmetic)
+    return sums[:4]
 
 
 def channel_of(rate: Rate, place: int) -> np.ndarray:
@@ -111,6 +115,45 @@ def test_one_step_of_a_strip_is_the_product(monkeypatch, numpy_warp, numpy_table
                 found[column * 8 + 2 * T + z % 2, channel_of(rate, place) + 8 * (z // 2)] = sums[place, column, z]
     weight = decode_inner(codes, get_codebook(codebook), rate).astype(np.float64)[:, 64:128]
     np.testing.assert_allclose(found, rows.astype(np.float64) @ weight, rtol=1e-12, atol=1e-12)
+
+
+def unrounded_weights(codes: np.ndarray, codebook: str, rate: Rate) -> np.ndarray:
+    """`[k, n] float64`: weights of tiles by the laws as they stand, without their last rounding."""
+    states = unpack_states(codes, rate).astype(np.uint64)
+    law = get_codebook(codebook)
+    if codebook == "mul1":
+        hashed = states * law.multiplier & 0xFFFFFFFF
+        sums = sum(hashed >> shift & 0xFF for shift in (0, 8, 16, 24))
+        scale, bias = (np.array(b, np.uint16).view(np.float16).astype(np.float64) for b in (SCALE_BITS, BIAS_BITS))
+        values = (1024.0 + sums) * scale + bias
+    else:
+        hashed = states * law.hash_multiplier + law.hash_addend & FIELD_MASK ^ FIELD_XOR
+        halves = [(hashed >> shift & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64) for shift in (0, 16)]
+        values = halves[0] + halves[1]
+    return join_tiles(values)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize(("codebook", "rate"), [pair for pair in PAIRS if pair.values[0] in codebooks.DEVICE_CODEBOOKS])
+def test_one_step_of_unrounded_values_is_the_product_of_unrounded_weights(
+    monkeypatch, numpy_warp, codebook: str, rate: Rate, columns: int
+) -> None:
+    rng = np.random.default_rng(rate.half_bits)
+    count = 8 * columns
+    codes = rng.integers(-(2**15), 2**15, (4, 8, rate.tile_words16), dtype=np.int16)
+    rows = rng.standard_normal((count, 64)).astype(np.float16)
+    stored = np.ascontiguousarray(rows.reshape(count, 4, 16)[:, :, STORED]).reshape(count, 64)
+    within = [(column * 8 + G) * 128 + T * 32 for column in range(columns)]
+    sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, "unrounded", columns, within)
+    found = np.zeros((count, 64))
+    for place in range(4):
+        for column in range(columns):
+            for z in range(4):
+                found[column * 8 + 2 * T + z % 2, channel_of(rate, place) + 8 * (z // 2)] = sums[place, column, z]
+    truth = rows.astype(np.float64) @ unrounded_weights(codes, codebook, rate)[:, 64:128]
+    np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-9)
+    exact = rows.astype(np.float64) @ decode_inner(codes, get_codebook(codebook), rate).astype(np.float64)[:, 64:128]
+    assert 0 < np.linalg.norm(found - exact) < 3e-4 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("columns", [1, 2])

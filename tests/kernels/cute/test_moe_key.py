@@ -94,7 +94,7 @@ def test_repr_evaluates_back() -> None:
         ({"x_dtype": "float64"}, KernelTypeError, "float64"),
         ({"id_bytes": 2}, KernelTypeError, "got 2"),
         ({"row_columns": 3}, KernelValueError, "1, 2, 4"),
-        ({"arithmetic": "fast"}, KernelValueError, "exact, bytes"),
+        ({"arithmetic": "fast"}, KernelValueError, "exact, unrounded, bytes"),
         ({"up": Tiling(blocks=2)}, KernelValueError, "3 blocks of 128 channels, not a multiple of 2"),
         ({"down": Tiling(slices=32)}, KernelValueError, "2048 threads, at most 1024"),
     ],
@@ -112,6 +112,14 @@ def test_bytes_are_for_mul1_and_sums_that_fit() -> None:
     assert 1020 * 128 * wide.padded_hidden < 2**31
     with pytest.raises(KernelUnsupportedError, match=f"at most {MOST_BYTE_CHANNELS} input channels, got 16512"):
         replace(KEY, padded_hidden=MOST_BYTE_CHANNELS + 128, arithmetic="bytes")
+
+
+def test_unrounded_products_are_for_codebooks_without_tables() -> None:
+    whole = replace(KEY, up_rates=(6,))
+    for codebook in ("mul1", "mcg", "3inst"):
+        assert replace(whole, codebook=codebook, arithmetic="unrounded").group_rows == 8
+    with pytest.raises(KernelUnsupportedError, match="codebooks 3inst, mcg, mul1, got lut_e4m3; use exact"):
+        replace(whole, codebook="lut_e4m3", arithmetic="unrounded")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +159,13 @@ def test_a_token_has_at_most_a_word_of_routes() -> None:
     assert replace(KEY, top_k=32).top_k == 32
     with pytest.raises(KernelUnsupportedError, match="top 33 is more than 32 routes"):
         replace(KEY, top_k=33)
+
+
+def test_rows_are_read_again_from_rings_alone() -> None:
+    assert Tiling(in_shared=True, rereads=True) != Tiling(in_shared=True)
+    assert str(Tiling(in_shared=True, rereads=True)) != str(Tiling(in_shared=True))
+    with pytest.raises(KernelValueError, match="set in_shared"):
+        Tiling(rereads=True)
 
 
 def test_tilings_are_positive() -> None:

@@ -20,7 +20,7 @@ from kernels.cute.moe_samples import (
 )
 from trellis_format.activations import Activation
 from trellis_format.checkpoint import open_checkpoint
-from trellis_format.codebooks import CODEBOOKS
+from trellis_format.codebooks import CODEBOOKS, EXL3_CODEBOOKS
 from trellis_format.exl3 import trellis_from_exl3
 from trellis_format.exl3.layers import find_layer
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, Tiling
@@ -68,6 +68,13 @@ def test_every_rate_of_bytes(rate) -> None:
 
 
 @gpu
+@pytest.mark.parametrize(("codebook", "rate"), [pair for pair in PAIRS if pair.values[0] in EXL3_CODEBOOKS])
+def test_every_rate_of_unrounded_values(codebook: str, rate: str) -> None:
+    experts = make_experts(codebook=codebook, rates=[rate])
+    check(experts, make_routes(experts, 9), 6e-4, arithmetic="unrounded")
+
+
+@gpu
 @pytest.mark.parametrize("row_columns", [1, 2])
 @pytest.mark.parametrize(
     ("codebook", "rates", "arithmetic"),
@@ -77,16 +84,21 @@ def test_every_rate_of_bytes(rate) -> None:
         ("mul1", ["4", "2.5", "2"], "bytes"),
         ("mcg", ["4", "3", "5"], "exact"),
         ("3inst", ["2", "6", "7"], "exact"),
+        ("mul1", ["3", "1.5", "4"], "unrounded"),
+        ("mcg", ["4", "3", "8"], "unrounded"),
     ],
     ids=str,
 )
-def test_steps_staged_in_shared_memory_give_the_same_bits(codebook, rates, arithmetic: str, row_columns: int) -> None:
+@pytest.mark.parametrize("rereads", [False, True])
+def test_steps_staged_in_shared_memory_give_the_same_bits(
+    codebook, rates, arithmetic: str, row_columns: int, rereads: bool
+) -> None:
     experts = make_experts(codebook=codebook, rates=rates, hidden=640, intermediate=384)
     routes = make_routes(experts, 19)
     common = {"arithmetic": arithmetic, "row_columns": row_columns}
     ring = check(
-        experts, routes, up=Tiling(slices=2, stages=3, in_shared=True, split=2),
-        down=Tiling(slices=2, stages=2, resident=4, in_shared=True), **common,
+        experts, routes, up=Tiling(slices=2, stages=3, in_shared=True, rereads=rereads, split=2),
+        down=Tiling(slices=2, stages=2, resident=4, in_shared=True, rereads=rereads), **common,
     )  # fmt: skip
     assert torch.equal(ring, check(experts, routes, up=Tiling(slices=2, split=2), down=Tiling(slices=2), **common))
 
@@ -185,7 +197,9 @@ RINGS = {
     [
         ("mul1", ["3", "1.5", "8"], "exact"),
         ("mul1", ["3", "3.5", "4"], "bytes"),
+        ("mul1", ["3", "2.5", "4"], "unrounded"),
         ("mcg", ["4", "3", "5"], "exact"),
+        ("mcg", ["4", "3", "5"], "unrounded"),
         ("lut_e4m3", ["2", "4", "3"], "exact"),
     ],
     ids=str,

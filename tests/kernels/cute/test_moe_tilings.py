@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from trellis_format.activations import Activation
-from trellis_kernels.cute.moe_key import MoeSmallKey, expert_class
+from trellis_kernels.cute.moe_key import PRODUCT_ROWS, MoeSmallKey, expert_class
 from trellis_kernels.cute.moe_tilings import _MEASURED, Shape, choose
 
 
@@ -44,7 +44,7 @@ def test_measured_choices_are_taken_near_their_token_counts(shape: Shape) -> Non
     assert far == choose(replace(shape, arch="sm_100a"), max_tokens=8 * most, multiprocessors=132)
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "bytes"])
+@pytest.mark.parametrize("arithmetic", PRODUCT_ROWS)
 @pytest.mark.parametrize("multiprocessors", [1, 84, 132, 188])
 def test_rule_is_legal_for_every_shape(arithmetic: str, multiprocessors: int) -> None:
     sizes = (128, 256, 384, 1408, 7168)
@@ -72,7 +72,7 @@ def test_thread_blocks_fit_the_shared_memory_at_the_highest_rate(arch: str) -> N
     from trellis_kernels.cute.moe_up import up_shared_bytes
 
     limit = {"sm_80": 163, "sm_120a": 99}.get(arch, 227) * 1024
-    for width, tokens, arithmetic in itertools.product((256, 1408), (1, 8, 32, 128), ("exact", "bytes")):
+    for width, tokens, arithmetic in itertools.product((256, 1408), (1, 8, 32, 128), PRODUCT_ROWS):
         key = key_of(Shape(arch, arithmetic, "mul1", 4096, width, 128, 8), tokens)
         key = replace(key, up_rates=(16,), down_rates=(16,))
         assert (direct_up_bytes if key.direct else up_shared_bytes)(key) <= limit

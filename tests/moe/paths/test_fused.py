@@ -64,12 +64,25 @@ def test_gpu_products_of_bytes_stay_inside_the_bound_of_every_layer(tokens: int,
     routes = make_routes(layer, tokens, 3, dtype=dtype)
     routes.ids[0, 0] = 0
     found = {}
-    for arithmetic in ("exact", "bytes"):
+    for arithmetic in ("exact", "unrounded", "bytes"):
         plan = make_plan(layer, tokens=5, top_k=3, dtype=dtype, device="cuda", arithmetic=arithmetic)
         assert [variant.arithmetic for variant in plan.variants] == [arithmetic]
         found[arithmetic] = launch(make_binding(layer, plan), routes)
         assert distance(found[arithmetic], truth(layer, routes)) <= BOUNDS[dtype]
-    assert bits(found["bytes"]) != bits(found["exact"])
+    assert len({bits(out) for out in found.values()}) == len(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("codebook", "rates"), [("lut_e4m3", ("2", "3", "4")), ("lut_fp16", ("5", "6"))], ids=str)
+@pytest.mark.parametrize("capacity", [1, 9])
+def test_gpu_codebooks_of_tables_are_fused_for_few_tokens(codebook: str, rates: tuple[str, ...], capacity: int) -> None:
+    layer = make_layer(rates=rates, codebook=codebook, biased=True, hidden=200, intermediate=320)
+    plan = make_plan(layer, tokens=capacity, device="cuda")
+    assert [variant.path for variant in plan.variants] == ["moe_small"] * len(plan.variants)
+    binding, routes = make_binding(layer, plan), make_routes(layer, capacity, 3)
+    found = launch(binding, routes)
+    assert distance(found, truth(layer, routes)) <= 1e-3
+    assert bits(launch(binding, routes)) == bits(found)
 
 
 def test_scratch_leaves_room_for_the_boundary_of_the_kernels() -> None:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from trellis_format.codebooks import EXL3_CODEBOOKS
 from trellis_kernels.cute.archs import arch_of_device
 from trellis_kernels.cute.moe_key import HEADER_BYTES, MoeSmallKey, Tiling, scratch_nbytes, scratch_parts
 from trellis_kernels.cute.moe_plan import plan_moe_small
@@ -31,7 +30,6 @@ __all__ = [
     "PrefillPlan",
     "Tiling",
     "device_limits",
-    "fuses",
     "launch_scratch",
     "layer_keys",
     "moe_small",
@@ -86,11 +84,6 @@ def op_backends(limits: DeviceLimits | None, num_experts: int = 1) -> tuple[tupl
     beyond = {"pack_routes"} if num_experts > PackKey.EXPERT_CLASSES[-1] else set()
     kernels = [op for op in OPS if limits is not None and op not in beyond]
     return tuple((op, backend_for(op, torch.device("cuda")) if op in kernels else "cpu") for op in OPS)
-
-
-def fuses(codebook: str) -> bool:
-    """Whether fused kernels decode a codebook: those of arithmetic alone, which need no table in shared memory."""
-    return codebook in EXL3_CODEBOOKS
 
 
 def launch_scratch(kernels: MoeSmallKey | PrefillPlan, tokens: int) -> dict[str, int]:

@@ -16,7 +16,6 @@ from trellis_kernels.layers import (
     DeviceLimits,
     MoeSmallKey,
     PrefillPlan,
-    fuses,
     launch_scratch,
     plan_moe_small,
     plan_prefill,
@@ -35,7 +34,7 @@ FUSED_NAMES: dict[type, str] = {MoeSmallKey: "moe_small", PrefillPlan: "prefill"
 """Name of each fused path."""
 
 _MOST_FEW_ROWS = 16.0  # routes of an average expert; beyond, the path of few tokens decodes a tile too often
-_MOST_BYTE_ROWS = 4.0  # likewise; a product of bytes takes 4 rows, and more of them cost more than exact products
+_MOST_BYTE_ROWS = 4.0  # likewise; a product of bytes takes 4 rows, and more of them cost more than those of fp16
 _MOST_TOP_K = 32  # routes of a token whose sum the path of few tokens writes out
 _MOST_ORDERED = 8  # tokens of a launch that adds in slot order though another order is allowed
 _MOST_GROUPS = 65535  # groups of one expert's routes that a launch of the path of few tokens covers
@@ -96,8 +95,6 @@ def choose_fused(declared: Declarations, tokens: int) -> Choice:
             reason = "it takes no intermediate Hadamard"
         elif declared.routing.apply_router_weight_on_input:
             reason = "it multiplies route weights into what experts give"
-        elif not fuses(source.codebook):
-            reason = f"codebook {source.codebook} needs a table in shared memory"
         else:
             found = choose(declared, tokens)
             if not isinstance(found, str):
@@ -137,7 +134,9 @@ def _few_tokens(declared: Declarations, tokens: int) -> tuple[MoeSmallKey, int] 
 def _few_key(declared: Declarations, tokens: int, rows: float) -> MoeSmallKey:
     activation, routing, limits = declared.activation, declared.routing, declared.limits
     widest = max(declared.weights.source.geometry.padded_hidden_size, declared.weights.extent.width)
-    in_bytes = activation.arithmetic == "bytes" and rows <= _MOST_BYTE_ROWS and widest <= MOST_BYTE_CHANNELS
+    arithmetic = activation.arithmetic
+    if arithmetic == "bytes" and (rows > _MOST_BYTE_ROWS or widest > MOST_BYTE_CHANNELS):
+        arithmetic = "unrounded"
     return plan_moe_small(
         declared.weights.source,
         arch=limits.arch,
@@ -150,7 +149,7 @@ def _few_key(declared: Declarations, tokens: int, rows: float) -> MoeSmallKey:
         out_dtype=activation.output_dtype,
         weight_dtype=routing.weight_dtype,
         id_bytes=ID_DTYPES[routing.id_dtype].itemsize,
-        arithmetic="bytes" if in_bytes else "exact",
+        arithmetic=arithmetic,
         route_experts=declared.experts,
     )
 
@@ -185,6 +184,7 @@ def _many_tokens(declared: Declarations, tokens: int) -> tuple[PrefillPlan, int]
             weight_dtype=declared.routing.weight_dtype,
             scratch_bound=None if bound is None else max(bound - BOUNDARY_BYTES, 1),
             reduction="ordered" if declared.routing.deterministic_output else "atomic",
+            route_experts=declared.experts,
         )
     except (KernelError, ValueError) as error:
         return str(error)  # likewise

@@ -34,11 +34,16 @@ IO_DTYPES: dict[str, torch.dtype] = {
 """Activation dtypes by name."""
 ID_DTYPES: dict[str, torch.dtype] = {"int32": torch.int32, "int64": torch.int64}
 """Route id dtypes by name."""
-ARITHMETICS = ("exact", "bytes")
-"""What the products are made of: exact code values, or, where a launch gains by it, the bytes of mul1's hash.
+ARITHMETICS = ("exact", "unrounded", "bytes")
+"""What the products may be made of where a launch of few tokens gains by it; others are of exact code values.
 
-bytes leaves out the law's last rounding and keeps activations in 16 bits with one scale for a row.  That stays inside
-the bound that every layer is held to, 1e-3 relative L2 of float64 on the exact codes (4e-3 with bfloat16 inputs).
+    exact      code values
+    unrounded  mul1, mcg and 3inst: fp16 values before the last rounding of the codebook's law
+    bytes      mul1: the bytes of its hash, likewise before that rounding, with activations in 16 bits and one scale for
+               a row; unrounded where more routes share an expert
+
+All stay inside the bound that every layer is held to, 1e-3 relative L2 of float64 on the exact codes (4e-3 with
+bfloat16 inputs).
 """
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -96,9 +96,14 @@ def check_support(source: TrellisSource, activation: ActivationSpec) -> None:
     Raises:
         MoeUnsupportedError: if none does; states the rule, and shows the codebook's row of the table.
     """
-    if activation.arithmetic != "bytes" or source.codebook == Mul1.name:
+    legal = {"unrounded": EXL3_CODEBOOKS, "bytes": (Mul1.name,)}.get(activation.arithmetic)
+    if legal is None or source.codebook in legal:
         return
-    fact = f"arithmetic bytes needs codebook {Mul1.name}, got {source.codebook}; exact is legal for every codebook"
+    needed = f"{'one of ' if len(legal) > 1 else ''}{', '.join(legal)}"
+    fact = (
+        f"arithmetic {activation.arithmetic} needs codebook {needed}, got {source.codebook}; "
+        f"exact is legal for every codebook"
+    )
     raise MoeUnsupportedError(f"{fact} ({support_row(source.codebook)})")
 
 

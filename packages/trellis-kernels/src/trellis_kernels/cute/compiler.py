@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.archs import arch_of_device, compiling_for
 from trellis_kernels.cute.cache import ObjectCache, default_cache
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.errors import ColdKernelError, KernelUnsupportedError
@@ -198,7 +198,8 @@ def _build(key: KernelKey, extra_options: str = "") -> Any:
         raise KernelUnsupportedError(
             f"kernel [{key}] needs nvidia-cutlass-dsl, which has wheels for Linux only; module {error.name} is missing"
         ) from error
-    return module.build(key, f"--gpu-arch {key.arch} {extra_options}".strip())
+    with compiling_for(key.arch):
+        return module.build(key, f"--gpu-arch {key.arch} {extra_options}".strip())
 
 
 def _load(key: KernelKey) -> Kernel:

@@ -95,12 +95,12 @@ def decode_fragments(
         funnel_right=primitives.funnel_right,
         permute=primitives.permute_bytes,
     )
-    pairs = [(states[2 * pair], states[2 * pair + 1]) for pair in range(4)]
     tabled = table_codebook(codebook, table)
     if tabled is not None:
+        pairs = [(states[2 * pair], states[2 * pair + 1]) for pair in range(4)]
         return [tabled.decode_pair(first, second, rate, s_table) for first, second in pairs]
     law = get_device_codebook(codebook)
-    return [law.decode_pair(first, second) for first, second in pairs]
+    return law.finish_eight([law.hash(twice) for twice in states], lane)
 
 
 def _stage_tile(s_strip: Int32, index: int, fragments: list[Uint32], lane: Int32, has_stmatrix: bool) -> None:

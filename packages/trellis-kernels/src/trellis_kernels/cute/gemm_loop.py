@@ -5,25 +5,41 @@ output channels, and the token rows are the B operand, so nothing is wasted up t
 product with the same A.  Rows are read from global memory in the order 0, 1, 8, 9, 2, 3, 10, 11, ... inside every 16
 channels, in which the two B registers of a product are neighbours.
 
-exact: 8 rows a product.  bytes: a mul1 weight is affine in the byte sum of its hash, so the four bytes of the hash are
-four of the 32 inputs of an integer product and the activation, given to all four, is the other operand: no byte sum, no
-conversion and no join.  An activation is 256 hi + lo in two signed bytes, and the 8 columns of a product are 4 rows by
-{hi, lo}.  Every 16 channels of a row are 16 bytes of hi, then 16 of lo.
+exact: 8 rows a product.
+
+unrounded: the same from values before the law's last rounding.  A mul1 weight is affine in the byte sum of its hash,
+which as the bits of an fp16 is that many times 2^-24, so the offset meets the sum of a row's activations: products with
+ones, a sixteenth of all.  A weight of 3inst or mcg is the sum of two fp16 values, which are two inputs of a product and
+meet one activation twice.
+
+bytes: likewise for mul1, so the four bytes of the hash are four of the 32 inputs of an integer product and the
+activation, given to all four, is the other operand: no byte sum, no conversion and no join.  An activation is
+256 hi + lo in two signed bytes, and the 8 columns of a product are 4 rows by {hi, lo}.  Every 16 channels of a row are
+16 bytes of hi, then 16 of lo.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, Int64, Uint32
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives, primitives
 from trellis_kernels.cute.codebooks import DEVICE_CODEBOOKS, get_device_codebook
-from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STEP_TILES, Share, cut_in_turn, hash_in_turn, share_of
+from trellis_kernels.cute.gemm_share import (
+    STEP_CHANNELS,
+    STEP_TILES,
+    STRIP_CHANNELS,
+    Share,
+    cut_in_turn,
+    hash_in_turn,
+    share_of,
+)
 from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
 __all__ = [
@@ -31,14 +47,19 @@ __all__ = [
     "Piece",
     "accumulate",
     "consume",
+    "finish_sums",
     "lane_offset",
     "multiply_cost",
     "pairs_of",
     "row_words",
+    "sum_places",
 ]
 
 ROW_STEP_BYTES = 2 * STEP_CHANNELS
 """Bytes of a step of one row, in either arithmetic."""
+
+
+_ONES = 0x3C003C00  # fp16 pair
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -70,7 +91,33 @@ def multiply_cost(codebook: str, arithmetic: str) -> float:
 
 def row_words(arithmetic: str) -> int:
     """Words of a step of one product's B operand: 16 channels of a row in fp16, or one of the two bytes of each."""
-    return 8 if arithmetic == "exact" else 4
+    return 4 if arithmetic == "bytes" else 8
+
+
+def sum_places(codebook: str, arithmetic: str) -> int:
+    """Sums of a product and column that a lane keeps, four fp32 or int32 each.
+
+    Those of its output channels; for unrounded products of a codebook with an offset also the rows' own sums.
+    """
+    return STRIP_CHANNELS // 16 + int(_has_offset(codebook, arithmetic))
+
+
+def _has_offset(codebook: str, arithmetic: str) -> bool:
+    return arithmetic == "unrounded" and get_device_codebook(codebook).unrounded_offset != 0.0
+
+
+def finish_sums(r_sums: Any, columns: int, codebook: str, arithmetic: str) -> None:
+    """Turn unrounded sums into sums of products with weights; others stay as they are."""
+    if not _has_offset(codebook, arithmetic):
+        return
+    law = get_device_codebook(codebook)
+    places = STRIP_CHANNELS // 16
+    for column in range(columns):
+        for z in range(4):
+            shift = r_sums[places, column, z % 2] * Float32(law.unrounded_offset)
+            for place in range(places):
+                value = r_sums[place, column, z] + shift
+                r_sums[place, column, z] = value * Float32(law.unrounded_scale)
 
 
 def load_rows(
@@ -95,6 +142,7 @@ class Piece(Sequence[Uint32]):
     """
 
     def __init__(self, read: Callable[[int], Uint32], share: Share, lane: Int32) -> None:
+        self.lane = lane
         self._read, self._count = read, share.words
         self._before = (lane ^ 4) if share.is_wide else ((lane - 4) & 31)
         self._known: dict[int, Uint32] = {}
@@ -150,7 +198,8 @@ def pairs_of(piece: Piece, share: Share, codebook: str, s_table: Int32) -> Itera
         return (tabled.decode_pair(first, next(states), share.rate, s_table) for first in states)
     law = get_device_codebook(codebook)
     hashes = hashes_of(piece, share, codebook)
-    return (law.finish_pair(first, next(hashes)) for first in hashes)
+    eights = iter(lambda: list(itertools.islice(hashes, 8)), [])
+    return (pair for eight in eights for pair in law.finish_eight(eight, piece.lane))
 
 
 def consume_exact(
@@ -174,6 +223,44 @@ def consume_exact(
         for column in range(columns):
             rows = [r_rows[stage, column, 2 * quarter + half] for half in range(2)]
             _add(gemm_primitives.multiply_halves, r_sums, (channel, column), fragment, rows)
+
+
+def consume_unrounded(
+    r_sums: Any,
+    piece: Piece,
+    r_rows: Any,
+    stage: int,
+    first_channel: int,
+    share: Share,
+    _s_table: Int32,
+    codebook: str,
+    columns: int,
+) -> None:
+    """Hash one piece to unrounded values and add their products, and the rows' own sums, to the sums.
+
+    Where a weight is two values they are neighbours in the operand's input channels, and meet one activation twice.
+    """
+    law = get_device_codebook(codebook)
+    in_turn = hashes_of(piece, share, codebook)
+    for place in range(len(share.windows) // 8):
+        channel, quarter = first_channel + place // 4, place % 4
+        values = law.unrounded_eight([next(in_turn) for _ in range(8)], piece.lane)
+        for column in range(columns):
+            rows = [r_rows[stage, column, 2 * quarter + half] for half in range(2)]
+            for index in range(len(values[0])):
+                fragment = [values[pair][index] for pair in (0, 2, 1, 3)]
+                operand = [primitives.repeat_half(word, index) for word in rows] if law.is_split else rows
+                _add(gemm_primitives.multiply_halves, r_sums, (channel, column), fragment, operand)
+        if channel == 0 and law.unrounded_offset:
+            _add_rows(r_sums, r_rows, stage, quarter, columns)
+
+
+def _add_rows(r_sums: Any, r_rows: Any, stage: int, quarter: int, columns: int) -> None:
+    """Add rows of tokens to their own sums, as the weight that is one everywhere."""
+    ones = [primitives.word_of(_ONES)] * 4
+    for column in range(columns):
+        rows = [r_rows[stage, column, 2 * quarter + half] for half in range(2)]
+        _add(gemm_primitives.multiply_halves, r_sums, (STRIP_CHANNELS // 16, column), ones, rows)
 
 
 def consume_bytes(
@@ -210,12 +297,15 @@ def _add(multiply: Any, r_sums: Any, place: tuple[int, int], fragment: list[Uint
         r_sums[(*place, z)] = sums[z]
 
 
+_CONSUME = {"exact": consume_exact, "unrounded": consume_unrounded, "bytes": consume_bytes}
+
+
 def consume(
     r_sums: Any, r_words: Any, r_rows: Any, stage: int, row_stage: int, share: Share, lane: Int32, s_table: Int32,
     codebook: str, columns: int, arithmetic: str,
 ) -> None:  # fmt: skip
     """Decode a stage and add its products to the sums."""
-    one = consume_exact if arithmetic == "exact" else consume_bytes
+    one = _CONSUME[arithmetic]
     for index in range(share.pieces):
         first = index * share.words
         piece = Piece(lambda word, first=first: r_words[stage, first + word], share, lane)
@@ -240,7 +330,7 @@ def accumulate(
     arithmetic: Constexpr,
     rows_are_shared: Constexpr = False,
 ):
-    """Add steps first, first + stride, ... below end to the sums `[4 output channels, columns, 4]`.
+    """Add steps first, first + stride, ... below end to the sums `[sum_places, columns, 4]`.
 
     `g_strip` is the strip's first tile of step 0.  `find_rows(columns)` gives the address of this lane's row and 16
     channels of step 0 for each column, in global memory or in shared; it is called once the first weights are on their

@@ -37,6 +37,7 @@ __all__ = [
     "load_half",
     "load_ints",
     "load_longs",
+    "load_shared_again",
     "load_shared_floats",
     "load_shared_int",
     "load_shared_ints",
@@ -213,6 +214,11 @@ def store_shared_half(address: Int32, bits: Uint32) -> None:
     cute.arch.inline_ptx(
         "{.reg .b16 a, b; mov.b32 {a, b}, {$r1}; st.shared.b16 [{$r0}], a;}", read_only_args=[address, bits]
     )
+
+
+def load_shared_again(address: Int32, count: int) -> list[Uint32]:
+    """1, 2 or 4 consecutive words of shared memory, by a load that the compiler does not join with another."""
+    return _load("volatile.shared", "u32", [Uint32] * count, address)
 
 
 def load_shared_int(address: Int32) -> Int32:

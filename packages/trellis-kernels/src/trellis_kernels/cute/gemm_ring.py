@@ -69,19 +69,29 @@ class _Words:
         if first not in self._loaded:
             count = self._load_words
             s_load = self._s_step + (first * count * 4 * LANES) + self._lane * (4 * count)
-            self._loaded[first] = primitives.load_shared(s_load, count)
+            self._loaded[first] = self._load(s_load, count)
         return self._loaded[first][within]
+
+    def _load(self, address: Int32, count: int) -> list[Uint32]:
+        return primitives.load_shared(address, count)
 
 
 class _Rows(_Words):
-    """This lane's rows of a step."""
+    """This lane's rows of a step; where they are read again, one piece of each product's is kept at a time."""
 
-    def __init__(self, s_rows: Int32, lane: Int32, words: int) -> None:
+    def __init__(self, s_rows: Int32, lane: Int32, words: int, *, rereads: bool) -> None:
         super().__init__(s_rows, lane, _PIECE_WORDS)
-        self._words = words
+        self._words, self._rereads = words, rereads
 
     def __getitem__(self, index: Any) -> Uint32:
-        return super().__getitem__((index[1] * self._words + index[2],))
+        column, piece = index[1], index[1] * self._words + index[2]
+        if self._rereads and piece // _PIECE_WORDS not in self._loaded:
+            for other in [other for other in self._loaded if other * _PIECE_WORDS // self._words == column]:
+                del self._loaded[other]
+        return super().__getitem__((piece,))
+
+    def _load(self, address: Int32, count: int) -> list[Uint32]:
+        return gemm_primitives.load_shared_again(address, count) if self._rereads else super()._load(address, count)
 
 
 class _SharedRows:
@@ -117,6 +127,7 @@ def accumulate_from_ring(
     stages: Constexpr,
     arithmetic: Constexpr,
     rows_are_shared: Constexpr = False,
+    rereads: Constexpr = False,
 ):
     """As `gemm_loop.accumulate`; `s_ring` is this warp's shared memory, free for its lanes when this returns."""
     rate = Rate(half_bits)
@@ -147,7 +158,7 @@ def accumulate_from_ring(
         if cutlass.const_expr(rows_are_shared):
             rows = _SharedRows(row_addresses, step)
         else:
-            rows = _Rows(s_here + s_words, lane, row_words(arithmetic))
+            rows = _Rows(s_here + s_words, lane, row_words(arithmetic), rereads=rereads)
         consume(r_sums, words, rows, 0, 0, share, lane, s_table, codebook, columns, arithmetic)
         s_next = s_here
         s_here = s_here + s_step

@@ -35,13 +35,15 @@ _CODE = {
     "multiply_add": "mad.lo.u32 {a}, {a}, c0, c1;",
     "multiply_high": "mul.hi.u32 {a}, {a}, c0;",
     "dot": "dp4a.u32.u32 {a}, {a}, c0, c1;",
+    "dot_halves": "dp2a.lo.u32.u32 {a}, {a}, c0, c1;",
     "join": "mad.lo.u32 {a}, {a}, 65536, {b};",
     "add_halves": "add.rn.f16x2 {a}, {a}, c1;",
     "fma_halves": "fma.rn.f16x2 {a}, {a}, c0, c1;",
 }
-_PRODUCTS = {
-    "product": ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "f32"),
-    "byte_product": ("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32", "b32"),
+_PRODUCTS = {  # instruction, type of a sum, registers of sums
+    "product": ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "f32", 4),
+    "half_product": ("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16", "b32", 2),
+    "byte_product": ("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32", "b32", 4),
 }
 
 
@@ -61,8 +63,13 @@ MIXES: dict[str, Mix] = {
     "eight of mcg": _of(permute=12, multiply=8, logic=8, add_halves=8, product=1),
     "eight of mcg, one a register": _of(permute=8, multiply=8, logic=8, add_halves=8, product=2),
     "eight of mcg, halves as operands": _of(permute=8, multiply=8, logic=8, product=2),
+    "eight of mcg, halves added by products": _of(permute=8, multiply=8, logic=8, half_product=2, product=1),
     "eight of mul1": _of(permute=8, multiply=8, dot=8, join=4, fma_halves=4, product=1),
     "eight of mul1, byte sums as operands": _of(permute=8, multiply=8, dot=8, join=4, product=1),
+    "eight of mul1, bytes added by products": _of(
+        permute=12, multiply=8, byte_product=2, fma_halves=4, product=1
+    ),
+    "eight of mul1, all by products": _of(permute=8, multiply=8, byte_product=2, half_product=2, product=1),
     "four of mul1, bytes as operands": _of(permute=4, multiply=4, byte_product=1),
 }
 """What is measured: single instructions, pairs that may share a pipe, and decoded weights without shifts and loads."""
@@ -85,8 +92,9 @@ def body(mix: Mix) -> list[str]:
 def _instruction(name: str, index: int) -> str:
     if name in _CODE:
         return _CODE[name].format(a=f"{name}{index % _CHAINS}", b=f"{name}{(index + 3) % _CHAINS}")
-    sums = ", ".join(f"{name}{4 * (index % _PRODUCT_CHAINS) + part}" for part in range(4))
-    return f"{_PRODUCTS[name][0]} {{{sums}}}, {{c0, c1, c0, c1}}, {{c0, c1}}, {{{sums}}};"
+    code, _, count = _PRODUCTS[name]
+    sums = ", ".join(f"{name}{count * (index % _PRODUCT_CHAINS) + part}" for part in range(count))
+    return f"{code} {{{sums}}}, {{c0, c1, c0, c1}}, {{c0, c1}}, {{{sums}}};"
 
 
 def _registers(name: str) -> tuple[list[str], list[str], list[str]]:
@@ -95,8 +103,8 @@ def _registers(name: str) -> tuple[list[str], list[str], list[str]]:
         names = [f"{name}{index}" for index in range(_CHAINS)]
         starts = [f"mad.lo.u32 {one}, @r0, {2 * index + 1}, {index};" for index, one in enumerate(names)]
         return [f".reg .b32 {name}<{_CHAINS}>;"], starts, [f"xor.b32 all, all, {one};" for one in names]
-    kind = _PRODUCTS[name][1]
-    names = [f"{name}{index}" for index in range(4 * _PRODUCT_CHAINS)]
+    _, kind, count = _PRODUCTS[name]
+    names = [f"{name}{index}" for index in range(count * _PRODUCT_CHAINS)]
     zero = "0f00000000" if kind == "f32" else "0"
     uses = [f"{{.reg .b32 bits; mov.b32 bits, {one}; xor.b32 all, all, bits;}}" for one in names]
     return [f".reg .{kind} {name}<{len(names)}>;"], [f"mov.{kind} {one}, {zero};" for one in names], uses

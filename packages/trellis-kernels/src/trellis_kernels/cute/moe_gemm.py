@@ -14,7 +14,7 @@ from cutlass import Constexpr, Float32, Int32, Int64
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import primitives
-from trellis_kernels.cute.gemm_loop import accumulate
+from trellis_kernels.cute.gemm_loop import accumulate, finish_sums, sum_places
 from trellis_kernels.cute.gemm_ring import accumulate_from_ring, ring_bytes
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STRIP_CHANNELS, share_of
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, ROW_COLUMNS, MoeSmallKey
@@ -81,7 +81,7 @@ def split_steps(channels: int, split: int, index: Int32) -> tuple[Int32, Int32]:
 def lane_rows(rows: Int32, lane: Int32, columns: int, key: MoeSmallKey, address: Any) -> Any:
     """This lane's B row of each product: 16 channels of a row; past the last row, that one again.
 
-    Exact products have row g in column g; byte products have row g // 2 in columns {hi, lo}.
+    Products of fp16 have row g in column g; byte products have row g // 2 in columns {hi, lo}.
     """
     r_addresses = cute.make_rmem_tensor(cute.make_layout((columns,)), Int64)
     g = lane >> 2
@@ -109,7 +109,7 @@ def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: in
                     s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
                     gpu.store_shared_int(s_sum, value)
                 else:
-                    row = column * PRODUCT_ROWS["exact"] + 2 * t + z % 2
+                    row = column * PRODUCT_ROWS[key.arithmetic] + 2 * t + z % 2
                     s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
                     gpu.store_shared_floats(s_sum, [value])
 
@@ -136,19 +136,21 @@ def _multiply_at_rate(
             columns = ROW_COLUMNS[index]
             least = product_rows * ROW_COLUMNS[index - 1] if index else 0
             if rows > least and rows <= product_rows * columns:
-                layout = cute.make_layout((4, columns, 4))
+                layout = cute.make_layout((sum_places(key.codebook, key.arithmetic), columns, 4))
                 r_sums = cute.make_rmem_tensor(layout, Int32 if key.is_bytes else Float32)
                 r_sums.fill(0)
                 if cutlass.const_expr(tiling.in_shared):
                     accumulate_from_ring(
                         r_sums, g_strip, first, end, stride, lane, s_sums, s_table, find_rows,
                         half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic, key.direct,
+                        tiling.rereads,
                     )  # fmt: skip
                 else:
                     accumulate(
                         r_sums, g_strip, first, end, stride, lane, s_table, find_rows,
                         half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic, key.direct,
                     )  # fmt: skip
+                finish_sums(r_sums, columns, key.codebook, key.arithmetic)
                 _store_sums(r_sums, s_sums, lane, Rate(half_bits), columns, key)
 
 

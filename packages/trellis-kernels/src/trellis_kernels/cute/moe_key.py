@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trellis_format.activations import Activation
-from trellis_format.codebooks import get_codebook
+from trellis_format.codebooks import EXL3_CODEBOOKS, get_codebook
 from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.extent import BLOCK
 from trellis_format.rates import Rate
@@ -31,12 +31,14 @@ __all__ = [
     "scratch_parts",
 ]
 
-PRODUCT_ROWS = {"exact": 8, "bytes": 4}
+PRODUCT_ROWS = {"exact": 8, "unrounded": 8, "bytes": 4}
 """Arithmetics by name, and the token rows that one matrix product takes.
 
-    exact  exact fp16 code values by fp16 activations, fp32 sums
-    bytes  mul1 only: byte sums before the law's last rounding, by 16-bit activations with one scale for a row, exact
-           int32 sums; within 2.2e-4 relative L2 of exact for one linear
+    exact      exact fp16 code values by fp16 activations, fp32 sums
+    unrounded  not for codebooks with tables: fp16 values before the law's last rounding, by fp16 activations, fp32
+               sums; within 2.2e-4 relative L2 of exact for one linear
+    bytes      mul1 only: byte sums before the law's last rounding, by 16-bit activations with one scale for a row,
+               exact int32 sums; likewise within 2.2e-4
 """
 ROW_COLUMNS = (1, 2, 4)
 """Products that may share one decoded weight."""
@@ -62,8 +64,9 @@ class Tiling:
         slices: warps that share a strip of 64 output channels, each with every slices-th step of 64 input channels.
         split: thread blocks that share the input channels; their fp32 sums are added in order by the last one.
         stages: steps whose loads are in flight in a warp, the one at hand included.
-        in_shared: whether they are staged in shared memory rather than in registers; takes at least 2 stages.
         resident: thread blocks that the registers must leave room for on an SM.
+        in_shared: whether they are staged in shared memory rather than in registers; takes at least 2 stages.
+        rereads: whether rows staged there are read again for each output channel of a lane, which frees registers.
 
     Raises:
         KernelValueError: if a number is not positive.
@@ -75,9 +78,10 @@ class Tiling:
     stages: int = 2
     resident: int = 2
     in_shared: bool = False
+    rereads: bool = False
 
     def __str__(self) -> str:
-        place = "ring" if self.in_shared else "registers"
+        place = ("ring reread" if self.rereads else "ring") if self.in_shared else "registers"
         room = f" resident {self.resident}" if self.resident > 1 else ""
         return f"{self.blocks}x{self.slices}/{self.split} {place} {self.stages}{room}"
 
@@ -87,6 +91,8 @@ class Tiling:
                 raise KernelValueError(f"tiling {name} must be at least 1, got {getattr(self, name)}")
         if self.in_shared and self.stages < 2:
             raise KernelValueError(f"a ring in shared memory takes at least 2 stages, got {self.stages}")
+        if self.rereads and not self.in_shared:
+            raise KernelValueError("rows are read again from a ring in shared memory only; set in_shared")
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,11 @@ class MoeSmallKey(KernelKey):
         if self.arithmetic not in PRODUCT_ROWS:
             known = ", ".join(PRODUCT_ROWS)
             raise KernelValueError(f"unknown arithmetic {self.arithmetic!r}; known: {known}")
+        if self.arithmetic == "unrounded" and self.codebook not in EXL3_CODEBOOKS:
+            known = ", ".join(EXL3_CODEBOOKS)
+            raise KernelUnsupportedError(
+                f"arithmetic unrounded needs one of the codebooks {known}, got {self.codebook}; use exact"
+            )
         if self.arithmetic == "bytes":
             if self.codebook != Mul1.name:
                 raise KernelUnsupportedError(

@@ -18,6 +18,7 @@ _MULTIPROCESSORS = 132
 _CASES = (  # arithmetic, codebook, 2K, hidden and intermediate channels, experts, tokens
     ("bytes", "mul1", 6, 4096, 1408, 128, (1, 8)),
     ("exact", "mul1", 6, 2048, 768, 128, (1, 8, 128)),
+    ("unrounded", "mul1", 6, 4096, 1408, 128, (128,)),
     ("exact", "mcg", 8, 2048, 768, 128, (1, 128)),
     ("exact", "mcg", 6, 7168, 256, 256, (1, 8)),
     ("exact", "3inst", 4, 2048, 768, 128, (8,)),

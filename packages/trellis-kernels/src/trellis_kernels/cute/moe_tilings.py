@@ -96,7 +96,8 @@ _MEASURED: dict[Shape, dict[int, Choice]] = {
 _RING_ARCHS = ("sm_90a", "sm_100a")  # with 227 KiB for a thread block, which rings of every rate fit
 _NEAR = 2.0  # a measurement serves token counts within this factor
 _MOST_DIRECT = 2  # tokens whose routes share too few experts for groups to pay
-_COLUMN_ROWS = {"exact": 4.0, "bytes": 2.0}  # of an average expert, above which two products share a decoded weight
+_COLUMN_ROWS = {"exact": 4.0, "unrounded": 4.0, "bytes": 2.0}
+"""Rows of an average expert above which two products share a decoded weight."""
 
 
 def choose(shape: Shape, *, max_tokens: int, multiprocessors: int) -> Choice:

@@ -33,16 +33,22 @@ __all__ = [
     "load_shared_word",
     "multiply_add",
     "multiply_add_word",
+    "multiply_bytes_plain",
+    "multiply_halves_to_halves",
+    "own_columns",
     "permute_bytes",
+    "repeat_half",
     "reverse_bits",
     "store_global_16_bytes",
     "store_matrices_transposed",
     "store_transposed_by_shuffle",
     "sync_warp",
+    "word_of",
 ]
 
 _AND_XOR_TABLE = 0x6A  # lop3 truth table of (a AND b) XOR c
 _BYTE_ONES = 0x01010101
+_ONE, _MINUS_ZERO = 0x3C00, 0x8000  # fp16
 
 
 @dsl_user_op
@@ -123,6 +129,56 @@ def fma_f16x2(value: Uint32, scale_bits: int, bias_bits: int) -> Uint32:
     """fp16 pair `value * scale + bias` with one rounding; both constants are fp16 bit patterns for both halves."""
     scale, bias = (_immediate(bits << 16 | bits) for bits in (scale_bits, bias_bits))
     return _register_op(f"{{.reg .b32 s, b; mov.b32 s, {scale}; mov.b32 b, {bias}; fma.rn.f16x2 $0, $1, s, b;}}", value)
+
+
+def own_columns(lane: Int32, word: int) -> list[Uint32]:
+    """Operand B, of 8 columns, of a product that adds up what each register of operand A holds, for its own lane.
+
+    Lane 4g + t gets in column 2t of its rows g and g + 8 the sums of its registers 0 and 1, and in column 2t + 1 those
+    of its registers 2 and 3, each value times one of `word`.
+    """
+    g, t = lane >> 2, lane & 3
+    return [Uint32(word) * Uint32(g == 2 * t + column) for column in range(2)]
+
+
+def multiply_halves_to_halves(a: list[Uint32], b: list[Uint32], addend_bits: int) -> list[Uint32]:
+    """`m16n8k16` of fp16 pairs into fp16, plus one fp16 value everywhere: a is 16 x 16, b 16 x 8, the result 16 x 8."""
+    return list(
+        cute.arch.inline_ptx(
+            f"{{.reg .b32 c; mov.b32 c, {_immediate(addend_bits << 16 | addend_bits)}; "
+            "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {{$w0}, {$w1}}, "
+            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {c, c};}",
+            write_only_types=[Uint32] * 2,
+            read_only_args=[*a, *b],
+        )
+    )
+
+
+def multiply_bytes_plain(a: list[Uint32], b: list[Uint32]) -> list[Uint32]:
+    """`m16n8k32` of u8 by s8 into 32-bit integers: a is 16 x 32, b 32 x 8, the result 16 x 8."""
+    return list(
+        cute.arch.inline_ptx(
+            "{.reg .b32 c; mov.b32 c, 0; mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {c, c, c, c};}",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[*a, *b],
+        )
+    )
+
+
+def word_of(value: int) -> Uint32:
+    """A constant in a register, for instructions that take no immediate."""
+    return _register_op(f"mov.b32 $0, {_immediate(value)};")
+
+
+def repeat_half(value: Uint32, half: int) -> Uint32:
+    """The lower (0) or upper (1) fp16 of a pair twice, by arithmetic, which spares the pipe of permutes; no NaN."""
+    one, zero = (_immediate(bits << 16 | bits) for bits in (_ONE, _MINUS_ZERO))
+    return _register_op(
+        f"{{.reg .b16 a, b; .reg .b32 t, s, z; mov.b32 {{a, b}}, $1; mov.b32 t, {{{'ab'[half]}, {'ab'[half]}}}; "
+        f"mov.b32 s, {one}; mov.b32 z, {zero}; fma.rn.f16x2 $0, t, s, z;}}",
+        value,
+    )
 
 
 def reverse_bits(value: Uint32) -> Uint32:
