@@ -40,9 +40,14 @@ def faults(tree: ast.AST) -> list[str]:
             owner, _, method = name.rpartition(".")
             if (owner, method) in LOADERS or name in ("eval", "exec", "compile", "__import__"):
                 found.append(name)
-            if any(word.arg in ("allow_pickle", "trust_remote_code") for word in node.keywords):
-                found.append(f"{name}(allow_pickle or trust_remote_code)")
+            found += [f"{name}({word.arg})" for word in node.keywords if allows_code(word)]
     return found
+
+
+def allows_code(word: ast.keyword) -> bool:
+    """Whether an argument may let a file run its code; a plain False forbids it."""
+    forbids = isinstance(word.value, ast.Constant) and word.value.value is False
+    return word.arg in ("allow_pickle", "trust_remote_code") and not forbids
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
@@ -54,11 +59,16 @@ def test_no_source_unpickles_or_evaluates(path: Path) -> None:
     "code",
     [
         "import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "np.load('x')",
-        "np.fromfile('x', allow_pickle=True)", "eval('1')", "exec('1')", "import dill as d", "__import__('os')",
+        "np.fromfile('x', allow_pickle=True)", "load('x', trust_remote_code=given)", "eval('1')",
+        "exec('1')", "import dill as d", "__import__('os')",
     ],
 )  # fmt: skip
 def test_each_way_to_run_a_file_is_seen(code: str) -> None:
     assert len(faults(ast.parse(code))) == 1
+
+
+def test_what_forbids_code_is_no_fault() -> None:
+    assert faults(ast.parse("load('x', trust_remote_code=False, allow_pickle=False)")) == []
 
 
 def name_of(requirement: str) -> str:

@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[Callable[[Case], object], tuple[str, ...]]] = {
                   ("{folder}/model: there is no config.json", "--activation")),
     "gate not wanted": (give("--activation", "relu2"),
                         ("{folder}/model: layer 0", "relu2 takes no gate", "have a gate", "--activation must be silu")),
-    "NUL": (give("--checkpoint", "a\0b"), ("a\N{REPLACEMENT CHARACTER}b", "cannot hold a NUL", "index 1")),
+    "NUL": (give("--checkpoint", "a\0b"), (r"a\x00b", "cannot hold a NUL", "index 1")),
     "other method": (state(quantization_config={"quant_method": "awq"}), ("config.json", "'awq'", "'exl3'")),
     # the input
     "missing input": (give("--input", "{folder}/gone"), ("{folder}/gone",)),
