@@ -24,6 +24,14 @@ nox.options.default_venv_backend = "uv"  # environments of several GB become har
 ROOT = Path(__file__).parent
 PACKAGES = ("trellis-format", "trellis-prep", "trellis-kernels", "trellis-moe")  # each may use those before it
 METADATA_LINES = ("License-Expression: Apache-2.0", "License-File: LICENSE", "Description-Content-Type: text/markdown")
+WORKERS = ("--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal")  # more would load torch to run little with it
+MINIMUM_TESTS = (  # what asks something of a dependency; the rest asks the same again, and runs in other sessions
+    *("tests/format", "tests/prep"),  # numpy, pydantic, safetensors; torch on the CPU, in threads and in processes
+    *("tests/kernels/cpu", "tests/kernels/test_library.py"),  # torch's operators, custom ones and torch.compile
+    *("tests/kernels/cute/test_compiler.py", "tests/kernels/cute/test_cost_table.py"),  # the DSL, over every kernel
+    *("tests/moe", "--ignore=tests/moe/dist_check"),  # transformers, accelerate, matplotlib, rich, torch.distributed
+    "tests/test_readme_examples.py",  # all of them together, as a user has them
+)
 UV = os.environ.get("UV", "uv")  # `uv run` names itself here, also where uv is not on PATH
 
 
@@ -132,7 +140,7 @@ def attacks(session: nox.Session) -> None:
 
 @nox.session
 def minimums(session: nox.Session) -> None:
-    """Test all four packages with the lowest version of each direct dependency that a package declares."""
+    """Test what packages take from others with the lowest version of each that one declares, by `MINIMUM_TESTS`."""
     declared = [argument for name in PACKAGES for argument in ("-r", f"packages/{name}/pyproject.toml")]
     session.install(
         *("--resolution", "lowest-direct"),
@@ -141,7 +149,7 @@ def minimums(session: nox.Session) -> None:
         *(str(wheel) for wheel in build_wheels(session, PACKAGES)),
     )
     session.run(UV, "pip", "list", external=True)
-    run_pytest(session, "tests")
+    run_pytest(session, *MINIMUM_TESTS)
 
 
 @nox.session(venv_backend="none")
@@ -178,8 +186,12 @@ def build_wheels(session: nox.Session, packages: tuple[str, ...]) -> list[str]:
 
 
 def run_pytest(session: nox.Session, *paths: str) -> None:
-    """Run pytest on `paths`, with the arguments that follow `--` on nox's command line."""
-    session.run("pytest", *paths, *session.posargs)
+    """Run pytest on `paths` in one worker for each core, with the arguments that follow `--` on nox's command line.
+
+    A worker without tests takes some of another's, so that no core waits for a long file.  Libraries compute in one
+    thread: the workers fill the cores.
+    """
+    session.run("pytest", *WORKERS, *paths, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 def module_of(package: str) -> str:

@@ -81,10 +81,10 @@ def test_the_rank_sliced_dialect_is_named(name: str, rank: int) -> None:
 
 
 def test_a_hostile_name_takes_bounded_time() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for name in ("layers.1." * 200_000, "layers.1." * 110 + "x", "a." * 500, "layers.1.experts." * 60):
         assert match_expert(name, DEFAULT) is None
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 @pytest.mark.parametrize(
