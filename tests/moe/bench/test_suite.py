@@ -100,6 +100,19 @@ def test_the_full_suite_measures_nothing_twice() -> None:
     assert not set(suite.decoded) & set(suite.further)
 
 
+@pytest.mark.parametrize(("spec", "why"), [(None, "it is not installed"), (object(), "its loader alone")])
+def test_the_receipt_says_why_a_peer_is_not_in_it(monkeypatch: pytest.MonkeyPatch, spec: object, why: str) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
+    recorder = Recorder(CPU, seconds=600.0, samples=5, tell=lambda line: None)
+    recorder.device = torch.device("cuda")
+    stages = dict(module._stages(recorder, Suite(), frozenset(PARTS)))
+    stages["other projects"]()
+    assert [(each.what, each.why.partition(";")[0]) for each in recorder._skipped] == [
+        ("exllamav3 in turns with trellis", why + " makes its layers" * (spec is not None))
+    ]
+    assert "other projects" not in dict(module._stages(recorder, Suite(), frozenset({"op"})))
+
+
 def test_stages_are_told_with_their_seconds_and_kept() -> None:
     told: list[str] = []
     recorder = Recorder(CPU, seconds=600.0, samples=5, tell=told.append)

@@ -5,6 +5,7 @@ It must not know how anything is measured.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,6 +202,8 @@ def _stages(recorder: Recorder, suite: Suite, wanted: frozenset[str]) -> Iterato
 
     has_layers = bool(wanted & {"layer", "compare"})
     yield "ceilings", ceilings
+    if "compare" in wanted and recorder.device.type == "cuda":
+        yield "other projects", partial(_say_of_peer, recorder)
     for layer in suite.layers if has_layers else ():
         yield layer.preset.key, partial(_measure_layer, recorder, layer, wanted)
     for group in suite.groups if "op" in wanted else ():
@@ -246,6 +249,12 @@ def _measure_layer(recorder: Recorder, layer: LayerRun, wanted: frozenset[str]) 
                 f"{name}, {tokens} tokens, compared",
                 partial(compare, recorder, made(), tokens, decoded=decoded[0]),
             )
+
+
+def _say_of_peer(recorder: Recorder) -> None:
+    found = importlib.util.find_spec("exllamav3") is not None
+    why = "its loader alone makes its layers" if found else "it is not installed"
+    recorder.skip("exllamav3 in turns with trellis", f"{why}; its times that were measured elsewhere are shown")
 
 
 def _compile(recorder: Recorder, suite: Suite, wanted: frozenset[str], jobs: int | None) -> None:
