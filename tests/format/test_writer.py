@@ -28,6 +28,7 @@ from trellis_format.writer import (
     of_array,
     of_file,
     shard_name,
+    write_json,
     write_shard,
 )
 
@@ -304,3 +305,16 @@ def test_what_cannot_be_written_is_an_error_of_this_package(tmp_path: Path) -> N
         pytest.raises(FormatValueError, match="cannot be written"),
     ):
         directory.write_bytes("no/a", b"x")
+
+
+def test_json_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"é": [1, None]})
+    assert path.read_bytes() == b'{\n  "\\u00e9": [\n    1,\n    null\n  ]\n}\n'
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_json(path, {"a": object()})
+    with pytest.raises(FormatValueError, match="cannot be written: No such file") as caught:
+        write_json(tmp_path / "no" / "a.json", {})
+    assert caught.value.file == str(tmp_path / "no" / "a.json")
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])

@@ -37,6 +37,7 @@ __all__ = [
     "of_array",
     "of_file",
     "shard_name",
+    "write_json",
     "write_shard",
 ]
 
@@ -140,14 +141,32 @@ def write_shard(
     """
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
     header = _header(ordered, metadata, path)
-    temporary = path.with_name(path.name + _PARTIAL)
     size = len(header) + sum(tensor.nbytes for tensor in ordered)
+    with _renamed(path) as stream:
+        stream.write(header)
+        for tensor in ordered:
+            _write_tensor(stream, tensor, path, on_bytes or (lambda _: None))
+        stream.truncate(size)
+    return size
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write an indented JSON file under a temporary name and rename it.
+
+    Raises:
+        FormatValueError: if it cannot be written.
+    """
+    with _renamed(path) as stream:
+        stream.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def _renamed(path: Path) -> Iterator[BinaryIO]:
+    """A file under a temporary name, which gets its own when it is whole and on the disk, and goes when it is not."""
+    temporary = path.with_name(path.name + _PARTIAL)
     try:
         with temporary.open("wb") as stream:
-            stream.write(header)
-            for tensor in ordered:
-                _write_tensor(stream, tensor, path, on_bytes or (lambda _: None))
-            stream.truncate(size)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         temporary.rename(path)
@@ -156,7 +175,6 @@ def write_shard(
     finally:
         with contextlib.suppress(OSError):  # of a path below a file, an error already
             temporary.unlink(missing_ok=True)
-    return size
 
 
 def _write_tensor(stream: BinaryIO, tensor: PlannedTensor, path: Path, on_bytes: Callable[[int], None]) -> None:
@@ -334,7 +352,7 @@ class OutputDirectory:
         Raises:
             FormatValueError: if it cannot be written.
         """
-        self.write_bytes(name, (json.dumps(value, indent=2) + "\n").encode())
+        write_json(self.file(name), value)
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a small file under a temporary name and rename it.
@@ -342,16 +360,8 @@ class OutputDirectory:
         Raises:
             FormatValueError: if it cannot be written.
         """
-        path = self.file(name)
-        temporary = path.with_name(path.name + _PARTIAL)
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.rename(path)
-        except OSError as error:
-            raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
+        with _renamed(self.file(name)) as stream:
+            stream.write(data)
 
     def _reclaim(self) -> None:
         """Take back a directory of the same content whose writer was killed between its renaming and its last step."""

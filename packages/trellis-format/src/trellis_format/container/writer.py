@@ -5,7 +5,6 @@ It must not know where codes come from: an EXL3 layer and a slot-major one are w
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,7 +33,7 @@ from trellis_format.rates import Rate
 from trellis_format.schema import parse_model
 from trellis_format.slots import row_bytes
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_format.writer import PlannedTensor, of_array, write_shard
+from trellis_format.writer import PlannedTensor, of_array, write_json, write_shard
 
 __all__ = [
     "ROW_ALIGNMENT",
@@ -252,15 +251,7 @@ def write_manifest(
         FormatValueError: if the entries are not those of the head's layers, or the file cannot be written.
     """
     manifest = Manifest.of(head, entries)
-    path = Path(directory) / MANIFEST_NAME
-    temporary = path.with_name(f"{path.name}.partial")
-    try:
-        temporary.write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
-        temporary.rename(path)
-    except OSError as error:
-        raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_json(Path(directory) / MANIFEST_NAME, manifest.to_json())
     return manifest
 
 

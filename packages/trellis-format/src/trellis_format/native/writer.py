@@ -5,7 +5,6 @@ It must not know where codes come from: EXL3 linears and slot-major rows are wri
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,7 +34,7 @@ from trellis_format.rate_table import RateTable
 from trellis_format.schema import emit_json, parse_model
 from trellis_format.slots import iterate_rows, row_bytes
 from trellis_format.source import TrellisSource, TrellisWeights
-from trellis_format.writer import PlannedTensor, of_array, write_shard
+from trellis_format.writer import PlannedTensor, of_array, write_json, write_shard
 
 __all__ = ["layer_entry", "plan_head", "write_layer", "write_manifest", "write_native_layer"]
 
@@ -200,15 +199,7 @@ def write_manifest(
         FormatValueError: if there is no layer, or the file cannot be written.
     """
     manifest = NativeManifest.of(head, entries)
-    path = Path(directory) / MANIFEST_NAME
-    temporary = path.with_name(f"{path.name}.partial")
-    try:
-        temporary.write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
-        temporary.rename(path)
-    except OSError as error:
-        raise FormatValueError(f"cannot be written: {error.strerror or error}", file=path) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_json(Path(directory) / MANIFEST_NAME, manifest.to_json())
     return manifest
 
 
