@@ -25,8 +25,10 @@ from safetensors.numpy import load_file, save_file
 WHOLE = "tiny_3_mul1"
 LARGE = ".layer1.m40."
 """Cases of the whole checkpoint that are left out: layer 0 has the same batch."""
-TILE_ROWS = 2
+TILE_ROWS = 1
 """Rows of tiles that are kept of each random matrix, of 8: tiles are decoded alone."""
+TOKENS = 16
+"""Tokens that are kept of a batch of the whole checkpoint's expert layers."""
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -66,7 +68,11 @@ def main() -> None:
     shutil.copytree(options.source / "checkpoints" / WHOLE, options.out / "checkpoints" / WHOLE)
     whole = options.out / "checkpoints" / WHOLE / STORAGE
     write_storage(whole, json.loads(whole.read_text()))
-    kept_moe = {name: array for name, array in moe.items() if name.startswith(f"{WHOLE}.") and LARGE not in name}
+    kept_moe = {
+        name: array[:TOKENS] if ".layer" in name else array
+        for name, array in moe.items()
+        if name.startswith(f"{WHOLE}.") and LARGE not in name
+    }
     kept_arch: Arrays = {}
     for cut in CUTS:
         chosen = {layer: choose(cut, layer, moe | arch) for layer in cut.layers}
