@@ -2,6 +2,8 @@
 
 python -m attacks all --update          every attack at its full count, into docs/reliability.json and its page
 python -m attacks kill convert          one loop of kills
+python -m attacks faults misuse --gpu   one class of tests, those that need a GPU
+python -m attacks merge FILE            rows that were kept elsewhere, into the document and its page
 python -m attacks page                  make the page again
 """
 
@@ -37,17 +39,29 @@ def main(arguments: list[str] | None = None) -> int:
     hostile.add_argument("family", choices=sorted(FAMILIES))
     faults = commands.add_parser("faults", help="inject faults: run the tests of a class, and count")
     faults.add_argument("tests", choices=sorted(FAULTS))
+    faults.add_argument("--gpu", action="store_true", help="the tests that need a GPU, instead of all others")
+    faults.add_argument("--jobs", type=int, default=1, help="processes, more than one with pytest-xdist")
+    faults.add_argument("--into", type=Path, help="keep the row in this document")
     faults.add_argument("--update", action="store_true", help="keep the row in docs/reliability.json")
     for command, count in ((kill, KILLS), (hostile, CASES)):
         command.add_argument("--count", type=int, default=count)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--update", action="store_true", help="keep the row in docs/reliability.json")
     commands.add_parser("all", help="every attack at its full count").add_argument("--update", action="store_true")
+    merge = commands.add_parser("merge", help="take rows of other documents into docs/reliability.json")
+    merge.add_argument("documents", type=Path, nargs="+")
     commands.add_parser("page", help="make docs/reliability.md of docs/reliability.json")
     options = parser.parse_args(arguments)
+    if getattr(options, "gpu", False) and not torch.cuda.is_available():
+        parser.error("--gpu: no CUDA device is visible")
     torch.set_num_threads(1)
-    rows = [] if options.command == "page" else _run(options)
-    if options.command == "page" or options.update:
+    if options.command in ("page", "merge"):
+        rows = [row for path in getattr(options, "documents", ()) for row in load_rows(path)]
+    else:
+        rows = _run(options)
+    if getattr(options, "into", None):
+        save_rows(rows, options.into)
+    if options.command in ("page", "merge") or options.update:
         save_rows(rows)
         PAGE.write_text(render_page(load_rows()))
     return 1 if any(row.silent for row in rows) else 0
@@ -69,7 +83,7 @@ def _run(options: argparse.Namespace) -> list[Row]:
             work = Path(folder) / "work"
             work.mkdir()
             if kind == "faults":
-                rows.append(run_tests(word))
+                rows.append(run_tests(word, gpu=getattr(options, "gpu", False), jobs=getattr(options, "jobs", 1)))
             elif kind == "kill":
                 rows.append(kill_loop(word, work, kills=count, seed=seed))
             else:

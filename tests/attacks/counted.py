@@ -5,12 +5,15 @@ It must not know what they do.
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from attacks.record import Row
 
@@ -26,10 +29,12 @@ class Tests:
     Attributes:
         attack: what they do.
         paths: files, or tests of them, from the root of the repository.
+        plugin: one of pytest's that they run under, or none.
     """
 
     attack: str
     paths: tuple[str, ...]
+    plugin: str = ""
 
     __test__ = False  # its name is not one of a class of tests
 
@@ -52,6 +57,34 @@ FAULTS = {
         "a full or failing disk while a container, a cache entry or a compiled kernel is written",
         ("tests/format/test_writer.py", "tests/prep/test_cache.py", "tests/prep/test_cache_file.py"),
     ),
+    "launches": Tests(
+        "memory that runs out at each allocation of preparing, binding and running a layer, and while kernels load",
+        ("tests/integration/test_launch_memory.py",),
+    ),
+    "misuse": Tests(
+        "misuse: threads, streams, shared and freed memory, tensors of another place, shape, dtype or alignment",
+        ("tests/integration/test_misuse.py", "tests/moe/test_arena_guard.py", "tests/moe/test_run_checks.py"),
+    ),
+    "numbers": Tests(
+        "extreme numbers against float64: float16's ends, rows of zeros, one huge channel, scales of 2^-14 to 2^14",
+        ("tests/integration/test_numeric_stress.py",),
+    ),
+    "banks": Tests(
+        "banks of 10,000 experts, and on a GPU of more than 8 GiB, against float64",
+        ("tests/integration/test_large_banks.py",),
+    ),
+    "poison": Tests(
+        "all memory that torch hands out holds NaN bits first",
+        (
+            "tests/integration/test_poison.py",
+            "tests/kernels/test_linear.py",
+            "tests/moe/paths",
+            "tests/moe/test_binding.py",
+            "tests/moe/test_module.py",
+            "tests/moe/test_graphs.py",
+        ),
+        plugin="poison",
+    ),
     "supply": Tests("code from checkpoints: every source searched for ways to run it", ("tests/test_supply_chain.py",)),
 }
 """The classes, by the word on the command line."""
@@ -72,14 +105,30 @@ class _Count:
             self.outcomes["as it should be"] += 1
 
 
-def run_tests(word: str) -> Row:
-    """Run a class and count; a test that is skipped, as those of a GPU where there is none, is not counted.
+def run_tests(word: str, *, gpu: bool = False, jobs: int = 1) -> Row:
+    """Run a class and count; a test that is skipped is not counted.
 
     Args:
         word: a key of `FAULTS`.
+        gpu: whether to run the tests that need a GPU, instead of all others.
+        jobs: processes, more than one with pytest-xdist.
     """
     tests, count, begin = FAULTS[word], _Count(), time.perf_counter()
+    options = ["-m", "gpu" if gpu else "not gpu", *(["-n", str(jobs)] if jobs > 1 else [])]
     paths = [str(ROOT / path) for path in tests.paths]
-    pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *paths], plugins=[count])
-    seconds = time.perf_counter() - begin
-    return Row.of(tests.attack, 0, count.outcomes, seconds, f"python -m attacks faults {word}", count.failed)
+    plugins = os.environ.get("PYTEST_PLUGINS")
+    if tests.plugin:
+        os.environ["PYTEST_PLUGINS"] = tests.plugin  # which processes of pytest-xdist see too
+    try:
+        pytest.main(
+            ["-q", "--no-header", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *options, *paths], plugins=[count]
+        )
+    finally:
+        os.environ.pop("PYTEST_PLUGINS", None)
+        if plugins is not None:
+            os.environ["PYTEST_PLUGINS"] = plugins
+    seconds, command = time.perf_counter() - begin, f"python -m attacks faults {word}"
+    if not gpu:
+        return Row.of(tests.attack, 0, count.outcomes, seconds, command, count.failed)
+    row = Row.of(f"{tests.attack}; on a GPU", 0, count.outcomes, seconds, f"{command} --gpu", count.failed)
+    return replace(row, machine=f"{torch.cuda.get_device_name()}, Python {platform.python_version()}")
