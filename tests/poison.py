@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # torch has no type for it
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic")  # that algorithms have no such form, says torch
     config.add_cleanup(lambda: torch.use_deterministic_algorithms(False))
 
 

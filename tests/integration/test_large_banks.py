@@ -21,6 +21,7 @@ from trellis_moe import bind, plan_weights, prepare_weights
 from trellis_prep import PreparedExperts, plan_layout
 
 TOP_K = 3
+RATES = ("8", "7", "8")  # of the largest banks
 WORDS = 1 << 31  # words that an int32 counts no more, which is 8 GiB
 BYTES = 1 << 30  # words whose bytes a uint32 counts no more
 
@@ -105,8 +106,9 @@ def around(bank: Bank, words: int) -> list[int]:
     return [at, at + 1]
 
 
-def test_a_bank_on_its_device_is_what_preparation_makes() -> None:
-    bank = make_bank(7, 128, 256, ("2", "3.5"), "cpu")
+@pytest.mark.parametrize("rates", [("2", "3.5"), RATES])
+def test_a_bank_on_its_device_is_what_preparation_makes(rates: tuple[str, ...]) -> None:
+    bank = make_bank(7, 128, 256, rates, "cpu")
     whole = bank.part(list(range(7)))
     assert whole.source == bank.source
     prepared = prepare_weights(plan_weights(whole.source), whole.weights)
@@ -122,7 +124,7 @@ def test_a_bank_on_its_device_is_what_preparation_makes() -> None:
     ids=["few", "many"],
 )
 def test_gpu_offsets_beyond_32_bits(experts: int, sizes: tuple[int, int], tokens: tuple[int, ...], path: str) -> None:
-    bank = make_bank(experts, *sizes, ("8", "7.5", "8"), "cuda")
+    bank = make_bank(experts, *sizes, RATES, "cuda")
     assert bank.experts.codes.numel() > WORDS + (1 << 20)
     chosen = sorted({0, *around(bank, BYTES), *around(bank, WORDS), experts - 1})
     assert check(bank, chosen, tokens, "cuda") == {path}

@@ -101,14 +101,15 @@ def test_gpu_streams_that_nobody_orders_are_right(layer: Layer, share: str, toke
     given = [inputs(layer, "cuda", seed, tokens) for seed in (1, 2)]
     expected = [bits(result(first, each)) for each in given]
     outs = [torch.empty(tokens, 256, device="cuda") for _ in given]
-    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    gate, streams = torch.cuda.Stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    for turn in range(TURNS):
-        for number, stream in enumerate(streams):
+    for _ in range(TURNS):
+        with torch.cuda.stream(gate):
+            torch.cuda._sleep(4_000_000)  # until both runs are given to the device, which then begins them at once
+        for stream, binding, each, out in zip(streams, bindings, given, outs, strict=True):
+            stream.wait_stream(gate)
             with torch.cuda.stream(stream):
-                if turn % 2 == number:
-                    torch.cuda._sleep(2_000_000)  # so that the other stream would overtake this one
-                bindings[number].run(*given[number], out=outs[number])
+                binding.run(*each, out=out)
         torch.cuda.synchronize()
         assert [bits(out) for out in outs] == expected
         for out in outs:

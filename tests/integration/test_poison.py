@@ -17,6 +17,9 @@ def poisoned() -> Iterator[None]:
     class Config:
         cleanups: list[object] = []  # noqa: RUF012  # lives for one test
 
+        def addinivalue_line(self, _name: str, _line: str) -> None:
+            """Warnings are of no interest here."""
+
         def add_cleanup(self, cleanup: object) -> None:
             self.cleanups.append(cleanup)
 

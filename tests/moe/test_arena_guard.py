@@ -135,7 +135,7 @@ def test_a_run_waits_for_other_streams_alone_and_never_across_a_capture(monkeypa
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlapping", [False, True], ids=["same bytes", "some bytes"])
 def test_gpu_a_run_on_another_stream_waits_for_the_last_one(layer: Layer, overlapping: bool) -> None:
-    """The first stream sleeps before it runs, so that the second would run in the scratch meanwhile."""
+    """Both streams wait at a gate, from which their runs would begin at once."""
     plan = make_plan(layer, tokens=300, device="cuda")
     experts = prepare_weights(plan.weights, layer.weights, device="cuda")
     nbytes = plan.required_nbytes()
@@ -145,13 +145,15 @@ def test_gpu_a_run_on_another_stream_waits_for_the_last_one(layer: Layer, overla
     given = [[t.cuda() for t in vars(make_routes(layer, 300, 3, seed=seed)).values()] for seed in (1, 2)]
     expected = [bindings[0].run(*each, out=torch.empty(300, 256, device="cuda")).clone() for each in given]
     outs = [torch.full((300, 256), float("nan"), device="cuda") for _ in given]
-    streams = [torch.cuda.Stream() for _ in given]
+    gate, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in given]
     torch.cuda.synchronize()
-    for round_ in range(4):
+    with torch.cuda.stream(gate):
+        torch.cuda._sleep(10_000_000)
+    for stream in streams:
+        stream.wait_stream(gate)
+    for _ in range(4):
         for binding, stream, each, out in zip(bindings, streams, given, outs, strict=True):
             with torch.cuda.stream(stream):
-                if stream is streams[round_ % 2]:
-                    torch.cuda._sleep(5_000_000)
                 binding.run(*each, out=out)
     torch.cuda.synchronize()
     assert [bits(out) for out in outs] == [bits(each) for each in expected]
