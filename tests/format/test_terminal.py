@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trellis_format.terminal import complain, drop_output, emit, keep_printing, printable
+from trellis_format.terminal import complain, drop_output, emit, keep_printing, open_streams, printable
 
 
 @given(st.text())
@@ -109,3 +109,25 @@ def test_nothing_fails_at_the_end_of_a_process_whose_reader_left() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 5)
+
+
+def test_no_file_takes_the_place_of_a_stream_that_is_absent() -> None:
+    program = (
+        "import os, sys\n"
+        "from trellis_format.terminal import open_streams\n"
+        "for number in (0, 1, 2):\n"
+        "    os.close(number)\n"
+        "sys.stdout = sys.stderr = None\n"
+        "open_streams()\n"
+        "print('nowhere', file=sys.stderr)\n"
+        "print('nowhere', flush=True)\n"
+        "sys.exit(os.open(os.devnull, os.O_RDONLY))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode > 2, done.stdout, done.stderr) == (True, b"", b"")
+
+
+def test_streams_that_are_there_stay() -> None:
+    before = sys.stdout, sys.stderr
+    open_streams()
+    assert (sys.stdout, sys.stderr) == before

@@ -69,9 +69,10 @@ def test_arguments_of_demo_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stub(monkeypatch, REPORT)
     assert main(["demo"]) == 0
     assert main(["demo", "--checkpoint", "c", "--layer", "2", "--tokens", "9", "--device", "cpu", "--json"]) == 0
-    plain = {"checkpoint": None, "layer": 0, "device": None, "tokens": 40, "show_progress": True}
-    other = {"checkpoint": Path("c"), "layer": 2, "device": "cpu", "tokens": 9, "show_progress": False}
-    assert [kwargs for _, kwargs in calls] == [plain, other]
+    assert main(["demo", "--activation", "situ"]) == 0
+    plain = {"checkpoint": None, "layer": 0, "device": None, "tokens": 40, "activation": None, "show_progress": True}
+    other = plain | {"checkpoint": Path("c"), "layer": 2, "device": "cpu", "tokens": 9, "show_progress": False}
+    assert [kwargs for _, kwargs in calls] == [plain, other, plain | {"activation": "situ"}]
 
 
 def test_a_demo_outside_its_bounds_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +260,16 @@ def test_a_system_error_names_its_file(monkeypatch: pytest.MonkeyPatch, capsys: 
     stub(monkeypatch, OSError(36, "File name too long", "a" * 9))
     assert main(RUN) == 2
     assert capsys.readouterr().err == f"trellis-moe: error: {'a' * 9}: File name too long\n"
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stub(monkeypatch, RuntimeError("[enforce fail]\nDefaultCPUAllocator: can't allocate memory: 9 bytes"))
+    assert main(RUN) == 2
+    told = "[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"
+    assert capsys.readouterr().err == f"trellis-moe: error: out of memory: {told}\n"
+    stub(monkeypatch, RuntimeError("a defect"))
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(RUN)
 
 
 def test_a_closed_stdout_or_stderr_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

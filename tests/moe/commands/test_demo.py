@@ -37,6 +37,12 @@ def test_another_checkpoint_takes_random_tokens(data_set: DataSet, layer: int) -
     assert "error_exllamav3" not in report
 
 
+def test_an_activation_can_be_given_and_meets_no_output_of_another() -> None:
+    report = demo(checkpoint=None, layer=0, device="cpu", tokens=3, activation="situ", show_progress=False)
+    assert (report["activation"], report["ok"], report["tokens"]) == ("situ", True, 3)
+    assert "error_exllamav3" not in report
+
+
 def test_other_routers_are_refused(data_set: DataSet) -> None:
     with pytest.raises(MoeUnsupportedError, match=r"gpt_oss.*trellis-moe run"):
         demo(checkpoint=data_set.checkpoints["gptoss_3_mcg"], layer=0, device="cpu", tokens=5, show_progress=False)

@@ -23,6 +23,7 @@ from trellis_moe.commands.whole_model import (
     refusing,
 )
 from trellis_moe.errors import MoeMemoryError, MoeUnsupportedError, MoeValueError
+from trellis_prep import PrepMemoryError
 
 pytest.importorskip("transformers", reason="transformers is an extra of trellis-moe")
 
@@ -174,7 +175,7 @@ def test_a_missing_tokenizer_is_refused_where_it_is_needed(model: Path) -> None:
 
 
 def test_errors_of_the_packages_and_interrupts_pass() -> None:
-    for error in (MoeUnsupportedError("ours"), KeyboardInterrupt()):
+    for error in (MoeUnsupportedError("ours"), PrepMemoryError("ours"), KeyboardInterrupt()):
         with pytest.raises(type(error)), refusing(Path("m"), "load"):
             raise error
 

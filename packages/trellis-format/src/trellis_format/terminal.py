@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
-__all__ = ["complain", "drop_output", "emit", "keep_printing", "printable"]
+__all__ = ["complain", "drop_output", "emit", "keep_printing", "open_streams", "printable"]
 
 _UNSAFE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 """Unicode's control, format (bidirectional too), surrogate, private and unassigned characters, and line breaks."""
@@ -37,6 +37,21 @@ def complain(program: str, message: str) -> None:
     """
     if sys.stderr is not None:
         sys.stderr.write(f"{program}: {printable(message)}\n")
+
+
+def open_streams() -> None:
+    """Open nothing where the process began without stdin, stdout or stderr.
+
+    Otherwise the next file that is opened has a stream's number, and what a library writes to stderr goes into it.
+    """
+    while True:
+        sink = os.open(os.devnull, os.O_RDWR)
+        if sink > 2:
+            os.close(sink)
+            break
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for as long as the process
 
 
 def keep_printing(stream: TextIO | None) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trellis_format.terminal import complain, drop_output, keep_printing, printable
+from trellis_format.terminal import complain, drop_output, keep_printing, open_streams, printable
 from trellis_moe.errors import MoeError, MoeValueError
+from trellis_moe.memory import is_out_of_memory
 
 __all__ = ["main"]
 
@@ -22,6 +23,7 @@ _ERRORS = {
     "trellis_prep.errors": "PrepError",
     "trellis_kernels.errors": "KernelError",
 }
+_MOST_LETTERS = 300  # of another library's message
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -33,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if all went well; 1 if the demo is outside its bounds, the doctor finds something wrong, a table is stale or
-        stdout cannot be written; 2 if an argument or a file was refused; 130 after an interrupt.
+        stdout cannot be written; 2 if an argument or a file was refused, or memory ran out; 130 after
+        an interrupt.
     """
+    open_streams()
     keep_printing(sys.stdout)
     try:
         options = _parser().parse_args(arguments)
         code: int = options.command(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where a failure can be told
+        sys.stdout.flush()  # here, where a failure can be told
     except KeyboardInterrupt:
         _tell("interrupted")
         return EXIT_INTERRUPTED
@@ -57,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drop_output()
         _tell(f"error: standard output: {error.strerror or error}")
         return EXIT_FAILED
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _tell(f"error: out of memory: {' '.join(str(error).split())[:_MOST_LETTERS]}")
+        return EXIT_REFUSED
     return code
 
 
@@ -92,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--output", type=Path, required=True, help="safetensors that gets y, float32")
     one.add_argument("--tp-rank", type=int, help="tensor-parallel rank; the output is its partial sum")
     one.add_argument("--tp-size", type=int, help="number of tensor-parallel ranks")
-    one.add_argument("--activation", choices=ACTIVATIONS, help="override what config.json says")
     one.add_argument("--pattern", help="regular expression of expert names, with groups layer, expert, projection")
     one.add_argument("--ignore-index", action="store_true", help="trust the shards where the index disagrees")
     show = commands.add_parser("demo", help="run a layer of the checkpoint in the repository and show its error")
@@ -101,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--layer", type=int, default=0, help="index of the layer (default 0)")
     show.add_argument("--tokens", type=int, default=40, help="random tokens for another checkpoint (default 40)")
     for command in (one, show):
+        command.add_argument("--activation", choices=ACTIVATIONS, help="override what config.json says")
         command.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_bench(commands, _say)
@@ -145,6 +153,7 @@ def _demo(options: argparse.Namespace) -> int:
         layer=options.layer,
         device=options.device,
         tokens=options.tokens,
+        activation=options.activation,
         show_progress=not options.json,
         warn=_warn,
     )

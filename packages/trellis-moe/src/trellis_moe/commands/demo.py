@@ -37,6 +37,7 @@ def demo(
     layer: int,
     device: str | None,
     tokens: int,
+    activation: str | None = None,
     show_progress: bool = True,
     warn: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def demo(
         layer: index of the layer.
         device: `cpu`, `cuda`, or None for a GPU where there is one.
         tokens: tokens of random input, where there is no stored one.
+        activation: a name of the law, in place of what the checkpoint states.
         show_progress: whether a bar may be shown.
         warn: called, before the work begins, with each warning that the report will have.
 
@@ -59,8 +61,8 @@ def demo(
     """
     target = choose_device(device)
     path = checkpoint if checkpoint is not None else _repository_data() / "checkpoints" / DEMO_CHECKPOINT
-    opened = open_layer(path, layer)
-    stored = _stored_case(path, layer) if checkpoint is None else None
+    opened = open_layer(path, layer, activation=activation)
+    stored = _stored_case(path, layer) if checkpoint is None and activation is None else None
     x = stored["x"] if stored else _random_input(tokens, opened.source.geometry.hidden_size)
     with open_checkpoint(path) as files:
         ids, weights = route(files, find_layer(files, layer), x)

@@ -18,6 +18,7 @@ from trellis_format.exl3.declared import EXL3_METHOD
 from trellis_format.files.strict_json import read_json
 from trellis_moe.commands.files import check_path
 from trellis_moe.errors import MoeMemoryError, MoeUnsupportedError, MoeValueError
+from trellis_moe.memory import is_out_of_memory
 
 __all__ = ["check_model", "load_whole", "muted", "open_tokenizer", "read_limits", "refusing"]
 
@@ -41,20 +42,21 @@ def refusing(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_ours(error) and not isinstance(error, torch.OutOfMemoryError):
+        if type(error).__module__.startswith("trellis_"):
             raise
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if is_out_of_memory(error):
             raise MoeMemoryError(f"{path}: cannot {what}: out of memory: {_first_line(error)}") from error
+        if _is_defect(error):
+            raise
         raise MoeValueError(f"{path}: cannot {what}: {type(error).__name__}: {_first_line(error)}") from error
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether it is of the packages' own classes, or raised by their code: the innermost frame is theirs."""
+def _is_defect(error: BaseException) -> bool:
+    """Whether the packages' own code raised what is no error of theirs: the innermost frame is there."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    home = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    return type(error).__module__.startswith("trellis_") or home.startswith("trellis_")
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("trellis_")
 
 
 def _first_line(error: BaseException) -> str:
