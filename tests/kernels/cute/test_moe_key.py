@@ -168,6 +168,12 @@ def test_rows_are_read_again_from_rings_alone() -> None:
         Tiling(rereads=True)
 
 
+def test_a_tiling_may_bound_how_many_share_a_multiprocessor() -> None:
+    assert len({str(Tiling(most=most)) for most in (0, 1, 2)}) == 3
+    with pytest.raises(KernelValueError, match="most must not be negative, got -1"):
+        Tiling(most=-1)
+
+
 def test_tilings_are_positive() -> None:
     with pytest.raises(KernelValueError, match="split must be at least 1, got 0"):
         Tiling(split=0)

@@ -185,7 +185,7 @@ def test_an_expert_map_names_local_experts(map_dtype: torch.dtype, id_dtype: tor
 
 DIRECT = {"direct": True, "row_columns": 1, "up": Tiling(split=2), "down": Tiling()}
 RINGS = {
-    "direct": True, "row_columns": 1, "up": Tiling(slices=3, stages=3, in_shared=True),
+    "direct": True, "row_columns": 1, "up": Tiling(slices=3, stages=3, in_shared=True, most=1),
     "down": Tiling(slices=1, stages=2, resident=4, in_shared=True),
 }  # fmt: skip
 

@@ -77,3 +77,17 @@ def test_thread_blocks_fit_the_shared_memory_at_the_highest_rate(arch: str) -> N
         key = replace(key, up_rates=(16,), down_rates=(16,))
         assert (direct_up_bytes if key.direct else up_shared_bytes)(key) <= limit
         assert (direct_down_bytes if key.direct else down_shared_bytes)(key) <= limit
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_more_thread_blocks_fit_a_multiprocessor_than_a_tiling_allows(most: int) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from trellis_kernels.cute.moe_direct_down import direct_down_bytes
+    from trellis_kernels.cute.moe_direct_up import direct_up_bytes
+
+    key = key_of(Shape("sm_90a", "exact", "mul1", 2048, 768, 128, 8), 1)
+    bound = replace(key, up=replace(key.up, most=most), down=replace(key.down, most=most))
+    for count in (direct_up_bytes, direct_down_bytes):
+        each = count(bound) + 1024  # that every thread block reserves
+        assert most * each <= 228 * 1024 < (most + 1) * each
+        assert count(key) <= count(bound) <= 227 * 1024

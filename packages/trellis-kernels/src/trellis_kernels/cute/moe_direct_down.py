@@ -23,6 +23,7 @@ from trellis_kernels.cute.moe_gemm import (
     fill_table,
     load_block_sums,
     multiply_strip,
+    padded_bytes,
     shared_bytes,
     table_bytes,
     warp_bytes,
@@ -39,6 +40,10 @@ _BLOCK_STRIPS = BLOCK // STRIP_CHANNELS
 
 def direct_down_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
+    return padded_bytes("down", _needed_bytes(key), key)
+
+
+def _needed_bytes(key: MoeSmallKey) -> int:
     return shared_bytes("down", key) + 2 * key.width + 4 * LAW_WORDS + 4 * key.down.blocks + 16 + table_bytes(key)
 
 
@@ -150,6 +155,8 @@ def direct_down_kernel(
     s_law = smem.allocate_array(Int32, LAW_WORDS, byte_alignment=16).toint()
     s_flags = smem.allocate_array(Int32, key.down.blocks, byte_alignment=16).toint()
     s_table = smem.allocate_array(Int32, table_bytes(key) // 4, byte_alignment=16).toint()
+    if cutlass.const_expr(direct_down_bytes(key) > _needed_bytes(key)):
+        smem.allocate_array(Int32, (direct_down_bytes(key) - _needed_bytes(key)) // 4, byte_alignment=16)
     part = direct_scratch(scratch, max_tokens, key)
     routing = Ids(ids, g_map, map_length, map_bytes, experts, key)
     expert = routing.load(route)

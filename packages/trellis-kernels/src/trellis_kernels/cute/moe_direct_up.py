@@ -30,6 +30,7 @@ from trellis_kernels.cute.moe_gemm import (
     fill_table,
     load_block_sums,
     multiply_strip,
+    padded_bytes,
     shared_bytes,
     table_bytes,
     warp_bytes,
@@ -47,6 +48,10 @@ _MOST_COPIED = 1024  # descriptors that a thread block copies before it knows wh
 
 def direct_up_bytes(key: MoeSmallKey) -> int:
     """Shared memory of a thread block."""
+    return padded_bytes("up", _needed_bytes(key), key)
+
+
+def _needed_bytes(key: MoeSmallKey) -> int:
     laws = 4 * LAW_WORDS * key.rotated_inputs
     return shared_bytes("up", key) + _row_bytes(key) + laws + table_bytes(key) + _descriptor_bytes(key)
 
@@ -143,6 +148,8 @@ def direct_up_kernel(
     s_laws = smem.allocate_array(Int32, LAW_WORDS * key.rotated_inputs, byte_alignment=16).toint()
     s_table = smem.allocate_array(Int32, table_bytes(key) // 4, byte_alignment=16).toint()
     s_descriptors = smem.allocate_array(Int32, _descriptor_bytes(key) // 4, byte_alignment=16).toint()
+    if cutlass.const_expr(direct_up_bytes(key) > _needed_bytes(key)):
+        smem.allocate_array(Int32, (direct_up_bytes(key) - _needed_bytes(key)) // 4, byte_alignment=16)
     part = direct_scratch(scratch, max_tokens, key)
     _copy_descriptors(descriptors, s_descriptors, experts, thread, key)
     fill_table(g_table, s_table, thread, key.threads("up"), key)

@@ -26,6 +26,7 @@ __all__ = [
     "lane_rows",
     "load_block_sums",
     "multiply_strip",
+    "padded_bytes",
     "shared_bytes",
     "split_steps",
     "table_bytes",
@@ -35,6 +36,7 @@ __all__ = [
 SUM_PITCH = STRIP_CHANNELS + 4
 """Floats between rows of a warp's sums in shared memory."""
 _PIECE = 16  # bytes that a thread copies at once
+_SM_BYTES = 228 * 1024  # of shared memory, on sm_90 and sm_100
 _TILE_WORD_BYTES = 16  # bytes of a tile for each half bit of its rate
 
 
@@ -61,6 +63,12 @@ def table_bytes(key: MoeSmallKey) -> int:
     """Shared memory of the codebook's table in a thread block, a piece of nothing without one."""
     tabled = TABLE_CODEBOOKS.get(key.codebook)
     return _PIECE if tabled is None else tabled.words.size * 4
+
+
+def padded_bytes(gemm: str, needed: int, key: MoeSmallKey) -> int:
+    """Shared memory of a thread block that needs some, with what keeps more of them than allowed off an SM."""
+    most = (key.up if gemm == "up" else key.down).most
+    return max(needed, _SM_BYTES // (most + 1) // _PIECE * _PIECE) if most else needed
 
 
 @cute.jit

@@ -67,6 +67,8 @@ class Tiling:
         resident: thread blocks that the registers must leave room for on an SM.
         in_shared: whether they are staged in shared memory rather than in registers; takes at least 2 stages.
         rereads: whether rows staged there are read again for each output channel of a lane, which frees registers.
+        most: thread blocks that may share an SM of 228 KiB, 0 for any number; their shared memory grows until no more
+            fit, so that a launch which begins while another drains spreads evenly.  For direct layers.
 
     Raises:
         KernelValueError: if a number is not positive.
@@ -79,16 +81,20 @@ class Tiling:
     resident: int = 2
     in_shared: bool = False
     rereads: bool = False
+    most: int = 0
 
     def __str__(self) -> str:
         place = ("ring reread" if self.rereads else "ring") if self.in_shared else "registers"
         room = f" resident {self.resident}" if self.resident > 1 else ""
+        room += f" at most {self.most}" if self.most else ""
         return f"{self.blocks}x{self.slices}/{self.split} {place} {self.stages}{room}"
 
     def __post_init__(self) -> None:
         for name in ("blocks", "slices", "split", "stages", "resident"):
             if getattr(self, name) < 1:
                 raise KernelValueError(f"tiling {name} must be at least 1, got {getattr(self, name)}")
+        if self.most < 0:
+            raise KernelValueError(f"tiling most must not be negative, got {self.most}")
         if self.in_shared and self.stages < 2:
             raise KernelValueError(f"a ring in shared memory takes at least 2 stages, got {self.stages}")
         if self.rereads and not self.in_shared:
