@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -117,3 +120,88 @@ def test_a_named_backend_is_taken(op: str, monkeypatch: pytest.MonkeyPatch) -> N
         getattr(ops, op)(*positional, **keywords, backend=backend)
         assert seen[-1][0] == wanted
         assert all(seen[-1][1][name] is value for name, value in keywords.items())
+
+
+def kernel_calls() -> dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]]:
+    """Calls whose bits are fixed of every op that has a kernel, on many thread blocks, and their outputs.
+
+    Unordered packing puts one route on an expert, and the atomic sum adds two terms, so that no order shows.
+    """
+    torch.manual_seed(5)
+
+    def filled(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    rows, scales, weights = filled(700, 1408), filled(2, 1408, dtype=torch.float16), filled(350, 2)
+    tables = torch.arange(700, device="cuda") % 2
+    ids = torch.randint(-1, 256, (4096, 8), device="cuda")
+    once = torch.randperm(256, device="cuda").view(32, 8)
+    codes = torch.randint(-(2**15), 2**15, (40, 70, 48), dtype=torch.int16, device="cuda")
+    sums, nothing = filled(350, 1408), torch.empty(0, device="cuda")
+    return {
+        "decode": (lambda out: ops.decode(codes, codebook="mul1", rate=Rate.of(3), out=out), filled(640, 1120)),
+        "rotate_input": (
+            lambda out: ops.rotate_input(rows, scales, tables=tables, out=out),
+            filled(700, 1408, dtype=torch.float16),
+        ),
+        "rotate_output": (lambda out: ops.rotate_output(rows, scales, tables=tables, out=out), filled(700, 1408)),
+        "activate": (
+            lambda out: ops.activate(rows, rows.flip(0), activation=Activation("silu"), out=out),
+            filled(700, 1408),
+        ),
+        "pack_routes": (lambda _: ops.pack_routes(ids, num_experts=256, block_rows=64), nothing),
+        "pack_routes unordered": (
+            lambda _: ops.pack_routes(once, num_experts=256, block_rows=8, stable=False),
+            nothing,
+        ),
+        "reduce_routes": (lambda out: ops.reduce_routes(rows, weights, out=out), filled(350, 1408)),
+        "reduce_routes atomic": (
+            lambda out: ops.reduce_routes(rows, weights, accumulator=sums, out=out),
+            filled(350, 1408, dtype=torch.float16),
+        ),
+    }
+
+
+KERNEL_CALLS = (
+    "decode", "rotate_input", "rotate_output", "activate", "pack_routes", "pack_routes unordered", "reduce_routes",
+    "reduce_routes atomic",
+)  # fmt: skip
+
+
+def poison(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+
+
+def copies(tensors: list[torch.Tensor]) -> list[npt.NDArray[np.uint8]]:
+    return [as_bits(tensor).copy() for tensor in tensors]
+
+
+def test_every_op_that_has_a_kernel_is_called() -> None:
+    assert {name.split()[0] for name in KERNEL_CALLS} == {op for op in OPS if "cute" in ops._IMPLEMENTATIONS[op]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNEL_CALLS)
+def test_gpu_a_hundred_calls_give_the_same_bits(name: str) -> None:
+    call, out = kernel_calls()[name]
+    poison([out])
+    first = copies(tensors_of(call(out)))
+    for _ in range(100):
+        poison([out])
+        again = copies(tensors_of(call(out)))
+        assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNEL_CALLS)
+def test_gpu_every_op_replays_in_a_graph(name: str) -> None:
+    call, out = kernel_calls()[name]
+    wanted = copies(tensors_of(call(out)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = tensors_of(call(out))
+    for _ in range(3):
+        poison(result)
+        graph.replay()
+        assert all(np.array_equal(one, other) for one, other in zip(wanted, copies(result), strict=True))

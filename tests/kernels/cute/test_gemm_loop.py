@@ -15,6 +15,7 @@ from trellis_format.tiles import decode_inner, join_tiles
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import codebooks, gemm_loop
+from trellis_kernels.cute.archs import compiling_for
 from trellis_kernels.cute.gemm_share import share_of
 from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
@@ -98,8 +99,11 @@ def channel_of(rate: Rate, place: int) -> np.ndarray:
     return np.array([share.column(piece, index, g) for g in G])
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("codebook", "rate"), PAIRS)
-def test_one_step_of_a_strip_is_the_product(monkeypatch, numpy_warp, numpy_table, codebook: str, rate: Rate) -> None:
+def test_one_step_of_a_strip_is_the_product(
+    monkeypatch, numpy_warp, numpy_table, codebook: str, rate: Rate, target: str
+) -> None:
     rng = np.random.default_rng(rate.half_bits)
     columns = 2
     codes = rng.integers(-(2**15), 2**15, (4, 8, rate.tile_words16), dtype=np.int16)
@@ -107,7 +111,8 @@ def test_one_step_of_a_strip_is_the_product(monkeypatch, numpy_warp, numpy_table
     stored = np.ascontiguousarray(rows.reshape(16, 4, 16)[:, :, STORED]).reshape(16, 64)
     within = [(column * 8 + G) * 128 + T * 32 for column in range(columns)]
     s_table = numpy_table(codebook, "compact")[1] if codebook in TABLE_CODEBOOKS else 0
-    sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, "exact", columns, within, s_table)
+    with compiling_for(target):
+        sums = run_step(monkeypatch, numpy_warp, codes, stored, rate, codebook, "exact", columns, within, s_table)
     found = np.zeros((16, 64))
     for place in range(4):
         for column in range(columns):

@@ -26,9 +26,9 @@ class Arch:
         name: target of the compiler, for example `sm_90a`.
         capabilities: compute capabilities (major, minor) that run its binaries.
         has_stmatrix: whether a warp stores four 8 x 8 matrices to shared memory in one instruction.
-        rounds_products_once: whether an fp16 product `m16n8k16` into fp16 is its exact sum, rounded once to nearest even,
-            where that sum spans few bits.  PTX leaves it open, so it is true only of a GPU where it was found so for all
-            that decoding multiplies.
+        rounds_products_once: whether an fp16 product `m16n8k16` into fp16 is its exact sum, rounded once to nearest
+            even, where that sum spans few bits.  PTX leaves it open, so it is true only of a GPU where it was found so
+            for all that decoding multiplies.
     """
 
     name: str

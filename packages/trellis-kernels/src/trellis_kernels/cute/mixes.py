@@ -66,9 +66,7 @@ MIXES: dict[str, Mix] = {
     "eight of mcg, halves added by products": _of(permute=8, multiply=8, logic=8, half_product=2, product=1),
     "eight of mul1": _of(permute=8, multiply=8, dot=8, join=4, fma_halves=4, product=1),
     "eight of mul1, byte sums as operands": _of(permute=8, multiply=8, dot=8, join=4, product=1),
-    "eight of mul1, bytes added by products": _of(
-        permute=12, multiply=8, byte_product=2, fma_halves=4, product=1
-    ),
+    "eight of mul1, bytes added by products": _of(permute=12, multiply=8, byte_product=2, fma_halves=4, product=1),
     "eight of mul1, all by products": _of(permute=8, multiply=8, byte_product=2, half_product=2, product=1),
     "four of mul1, bytes as operands": _of(permute=4, multiply=4, byte_product=1),
 }
