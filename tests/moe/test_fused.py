@@ -116,6 +116,17 @@ def test_a_bound_of_scratch_shortens_a_launch_of_few_tokens(layer: Layer, fittin
     assert total_bytes(fused_scratch(found.fused, found.tokens)) <= needed
 
 
+@pytest.mark.parametrize(("fitting", "taken"), [(1, False), (2, True), (3, False), (9, True)])
+def test_no_part_of_a_cut_run_begins_off_a_boundary(fitting: int, taken: bool) -> None:
+    narrow = make_layer(rates=("2",), hidden=132, intermediate=128)  # 264 bytes of a row of x
+    whole = choice(narrow, tokens=20)
+    assert isinstance(whole.fused, MoeSmallKey)
+    found = choice(narrow, tokens=20, bound=total_bytes(fused_scratch(whole.fused, fitting)))
+    assert isinstance(found.fused, MoeSmallKey) == taken
+    if not taken:
+        assert f"parts of {fitting} tokens" in dict(found.rejected)["moe_small"]
+
+
 def test_a_bound_below_one_token_rejects_few_tokens_with_both_numbers(layer: Layer) -> None:
     found = choice(layer, bound=1000)
     assert found.rejected[0][0] == "moe_small"

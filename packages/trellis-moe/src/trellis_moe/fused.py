@@ -21,7 +21,7 @@ from trellis_kernels.layers import (
     plan_prefill,
 )
 from trellis_moe.scratch import BOUNDARY_BYTES
-from trellis_moe.specs import ID_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
+from trellis_moe.specs import ID_DTYPES, IO_DTYPES, ActivationSpec, ExecutionCapacity, RoutingSpec
 
 if TYPE_CHECKING:
     from trellis_moe.plan import WeightPlan
@@ -37,6 +37,7 @@ _MOST_FEW_ROWS = 16.0  # routes of an average expert; beyond, the path of few to
 _MOST_BYTE_ROWS = 4.0  # likewise; a product of bytes takes 4 rows, and more of them cost more than those of fp16
 _MOST_TOP_K = 32  # routes of a token whose sum the path of few tokens writes out
 _MOST_ORDERED = 8  # tokens of a launch that adds in slot order though another order is allowed
+_BOUNDARY = 16  # bytes, on which the kernels need the first row of a launch
 _MOST_GROUPS = 65535  # groups of one expert's routes that a launch of the path of few tokens covers
 
 
@@ -122,6 +123,8 @@ def _few_tokens(declared: Declarations, tokens: int) -> tuple[MoeSmallKey, int] 
             return f"one token needs {needed} bytes of scratch, the bound is {declared.capacity.scratch_bound}"
         if fitting < tokens:  # cut runs begin at whole groups of 8 tokens, so that every part of x is aligned
             fitting = fitting // 8 * 8 or fitting
+            if any(fitting * nbytes % _BOUNDARY for nbytes in _row_bytes(declared)):
+                return f"parts of {fitting} tokens, which the bound of scratch allows, begin off a boundary of 16 bytes"
             fewer = _few_key(declared, fitting, fitting * top_k / experts)
             key = fewer if _few_bytes(fewer, fitting) <= (declared.capacity.scratch_bound or 0) else key
     except (KernelError, ValueError) as error:
@@ -129,6 +132,12 @@ def _few_tokens(declared: Declarations, tokens: int) -> tuple[MoeSmallKey, int] 
     if key.most_groups(fitting) > _MOST_GROUPS:
         return f"{key.most_groups(fitting)} groups of routes, at most {_MOST_GROUPS}"
     return key, fitting
+
+
+def _row_bytes(declared: Declarations) -> tuple[int, int]:
+    """Bytes of a row of x and of the output."""
+    hidden, spec = declared.weights.source.geometry.hidden_size, declared.activation
+    return hidden * IO_DTYPES[spec.io_dtype].itemsize, hidden * IO_DTYPES[spec.output_dtype].itemsize
 
 
 def _few_key(declared: Declarations, tokens: int, rows: float) -> MoeSmallKey:
