@@ -83,6 +83,8 @@ def pairs(key: MoeSmallKey, experts: int, tokens: int, multiprocessors: int) -> 
         (narrow, wide),
         (_RING, wide),
         (replace(_RING, stages=2), replace(_RING, stages=2)),
+        (replace(_RING, stages=2, resident=3), replace(_RING, stages=2, resident=6)),
+        (replace(narrow, stages=2, resident=5), replace(_RING, stages=2, resident=5)),
         (_FREE, _RING),
         (_FREE, _FREE),
     ]

@@ -1,8 +1,7 @@
 """Owns the tilings of the few-token layer: measured ones, and a rule for everything else.  It must not know weights.
 
-How the measured ones share work is what `python -m trellis_kernels.bench.tune` found on one H200, with a bound on
-registers, which is left out here because it made every kernel spill.  `docs/kernels.md` has times, and says which are
-of which.  Nothing is tuned at a launch.
+The measured ones are what one H200 took least time for, without those that spill; `docs/kernels.md` has times.  Nothing
+is tuned at a launch.
 """
 
 from __future__ import annotations
@@ -57,6 +56,11 @@ def _ring(slices: int = 2, *, split: int = 1, blocks: int = 1, stages: int = 3) 
     return Tiling(blocks=blocks, slices=slices, split=split, stages=stages, resident=1, in_shared=True)
 
 
+def _bound(slices: int, resident: int, *, split: int = 1) -> Tiling:
+    """Two steps in shared memory and a bound on registers, where more warps gain more than deeper prefetches."""
+    return Tiling(slices=slices, split=split, stages=2, resident=resident, in_shared=True)
+
+
 def _free(slices: int = 2, *, split: int = 1, blocks: int = 1) -> Tiling:
     """Steps in registers, as many of them as the compiler likes: a bound on registers makes it use and spill them."""
     return Tiling(blocks=blocks, slices=slices, split=split, resident=1)
@@ -65,30 +69,47 @@ def _free(slices: int = 2, *, split: int = 1, blocks: int = 1) -> Tiling:
 _MEASURED: dict[Shape, dict[int, Choice]] = {
     Shape("sm_90a", "bytes", "mul1", 4096, 1408, 128, 8): {
         1: Choice(_ring(split=3), _ring(4, blocks=2), direct=True),
-        8: Choice(_ring(), _ring()),
-        32: Choice(_ring(), _ring()),
+        8: Choice(_bound(2, 3), _bound(2, 6)),
+        32: Choice(_bound(1, 5), _bound(2, 5)),
     },
     Shape("sm_90a", "exact", "mul1", 4096, 1408, 128, 8): {
+        1: Choice(_ring(split=3), _ring(4, blocks=2), direct=True),
         8: Choice(_ring(), _ring()),
-        128: Choice(_ring(), _ring(), 2),
+        32: Choice(_ring(), _ring()),
+        128: Choice(_ring(1, stages=2), _ring(1, stages=2), 2),
+    },
+    Shape("sm_90a", "unrounded", "mul1", 4096, 1408, 128, 8): {
+        1: Choice(_ring(split=3), _ring(4, blocks=2), direct=True),
+        8: Choice(_ring(), _ring()),
+        32: Choice(_ring(), _ring()),
+        128: Choice(_ring(1), _ring(), 2),
     },
     Shape("sm_90a", "bytes", "mul1", 2048, 768, 128, 8): {
         1: Choice(_free(split=5), _free(4), direct=True),
-        8: Choice(_ring(1, split=3), _ring()),
-        32: Choice(_ring(), _ring()),
+        8: Choice(_free(1, split=3), _free()),
+        32: Choice(_bound(2, 3), _bound(2, 6)),
     },
     Shape("sm_90a", "exact", "mul1", 2048, 768, 128, 8): {
-        128: Choice(_ring(), _ring(), 2),
+        1: Choice(_free(split=5), _free(4), direct=True),
+        8: Choice(_bound(1, 5, split=3), _bound(2, 5)),
+        32: Choice(_ring(), _ring()),
+        128: Choice(_ring(1, stages=2), _ring(1, stages=2), 2),
+    },
+    Shape("sm_90a", "unrounded", "mul1", 2048, 768, 128, 8): {
+        1: Choice(_free(split=5), _free(4), direct=True),
+        8: Choice(_ring(1, split=3), _ring()),
+        32: Choice(_ring(), _ring()),
+        128: Choice(_ring(1), _ring(), 2),
     },
     Shape("sm_90a", "exact", "mcg", 2048, 768, 128, 8): {
-        1: Choice(_ring(split=5, stages=4), _ring(4), direct=True),
-        8: Choice(_ring(1, split=3), _ring()),
-        32: Choice(_ring(1), _ring()),
-        128: Choice(_ring(), _ring(), 2),
+        1: Choice(_ring(split=5, stages=4), _ring(6), direct=True),
+        8: Choice(_free(1, split=3), _free()),
+        32: Choice(_ring(), _ring()),
+        128: Choice(_bound(1, 5), _bound(2, 5), 2),
     },
     Shape("sm_90a", "exact", "mcg", 7168, 256, 256, 8): {
-        1: Choice(_ring(split=16), _ring(blocks=2), direct=True),
-        8: Choice(_ring(1, split=7), _ring(1, blocks=2)),
+        1: Choice(_ring(split=8), _ring(blocks=2), direct=True),
+        8: Choice(_ring(split=7), _ring()),
         32: Choice(_ring(), _ring(1, blocks=2)),
         128: Choice(_ring(), _ring(1, blocks=2)),
     },
@@ -138,5 +159,5 @@ def _by_rule(shape: Shape, max_tokens: int, multiprocessors: int) -> Choice:
         return Choice(_ring(split=min(wave, most_split)), _ring(2 if is_narrow else 4, blocks=2 if is_narrow else 1))
     down = _ring(1, blocks=2) if is_narrow else _ring()
     if units < 3 * multiprocessors:
-        return Choice(_ring(1, split=min(3 * wave, most_split)), down, columns)
+        return Choice(_free(1, split=min(3 * wave, most_split)), down if is_narrow else _free(), columns)
     return Choice(_ring(), down, columns)
