@@ -38,7 +38,8 @@ class TrellisMoE(torch.nn.Module):
     """The routed experts of one layer, planned, prepared and bound; for inference.
 
     Weights live in `prepared`, at fixed addresses: the module has no parameters, `to` does not move it, and its state
-    is empty.  One instance runs on one stream at a time, and so do all that share a scratch.
+    is empty.  Runs of one instance, and of all that share a scratch, follow each other whatever their streams; two
+    threads at once are refused, and replays of CUDA graphs are the caller's to order.
 
     Attributes:
         plan: of this rank.
