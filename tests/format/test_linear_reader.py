@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from exl3_files import write_shard
 from slot_files import Layer, random_linears, rows_by_loop
 from trellis_format import linear_reader
 from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
 from trellis_format.files.arrays import MemoryArray
+from trellis_format.files.layer_file import LayerFile
 from trellis_format.linear_reader import LinearReader, SlotLinear, linear_view
 from trellis_format.slots import section_offsets
 from trellis_format.source import CodeLayout
@@ -118,3 +121,49 @@ def test_tiles_are_not_cut() -> None:
     view = linear_view(*as_rows(random_linears()), 0, 0)
     with pytest.raises(FormatValueError, match=r"box cuts tiles: 1 of \d+ words"):
         view.read_box((slice(0, 1), slice(0, 1), slice(0, 1)), np.empty(2, np.uint8))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("first", "count"), SHARES)
+def test_runs_are_the_bytes_in_the_file_and_where_they_go(tmp_path: Path, gated: bool, first: int, count: int) -> None:
+    layer, share = random_linears(gated=gated), blocks(first, count)
+    source, weights = as_rows(layer)
+    with LayerFile(write_shard(tmp_path / "a.safetensors", {"codes": weights.codes.read()})) as file:
+        rows = dataclasses.replace(weights, codes=file.tensors["codes"])
+        reader, content = LinearReader(source, rows, share), Path(file.path).read_bytes()
+        for expert, index in itertools.product(range(3), range(len(source.geometry.projections))):
+            expected = sliced(layer, expert, index, share)
+            runs = reader.runs(expert, index)
+            if not expected.size:
+                assert runs is None
+                continue
+            assert runs is not None
+            assert (runs.scatter is None) == (source.geometry.projections[index] == "down")
+            stored = b"".join(content[place : place + runs.length] for place in (runs.begin + runs.places).tolist())
+            out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
+            places = np.array([[0]]) if runs.scatter is None else runs.scatter
+            assert places.shape[0] == (1 if runs.scatter is None else len(runs.places))
+            assert sorted(places.reshape(-1)) == list(range(0, out.size, out.size // places.size))
+            segments = np.frombuffer(stored, np.uint8).reshape(places.size, -1)
+            for place, segment in zip(places.reshape(-1).tolist(), segments, strict=True):
+                out[place : place + segment.size] = segment
+            assert out.tobytes() == expected.tobytes()
+            assert reader.runs(expert, index, 1, len(expected)) is None, "a part of a plane is not told"
+
+
+def test_runs_that_scatter_to_more_places_than_a_system_call_takes_are_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, weights = as_rows(random_linears())
+    with LayerFile(write_shard(tmp_path / "a.safetensors", {"codes": weights.codes.read()})) as file:
+        reader = LinearReader(source, dataclasses.replace(weights, codes=file.tensors["codes"]), blocks(0, 1))
+        monkeypatch.setattr(linear_reader, "MOST_SEGMENTS", source.geometry.padded_hidden_size // 16 - 1)
+        assert [reader.runs(0, index) is None for index in range(3)] == [True, True, False]
+
+
+def test_runs_of_memory_are_not_told() -> None:
+    for made in (random_linears(), as_rows(random_linears())):
+        reader = LinearReader(*made, blocks(0, 1))
+        assert [reader.runs(0, index) for index in range(3)] == [None] * 3
+        with pytest.raises(FormatValueError, match="outside the share's"):
+            reader.runs(0, 0, 0, 10_000)

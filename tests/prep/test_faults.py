@@ -19,7 +19,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from format.files.test_pollers import kernel_threads, needs_pollers
+from format.files.test_uring import needs_ring
 from prep.samples import Layer, extent_of, lock_on_cpu, open_layer, random_layer, write_checkpoint
+from trellis_format.files.pollers import Pollers, Ticket
+from trellis_format.files.uring import Ring
 from trellis_prep import (
     PreparedCache,
     PrepDeviceError,
@@ -29,9 +33,11 @@ from trellis_prep import (
     TrellisStaging,
     lanes,
     pinned,
+    plan,
     plan_preparation,
     prepare,
     stage,
+    transfer,
 )
 from trellis_prep.pinned import registered_bytes
 
@@ -149,6 +155,51 @@ def test_file_truncated_during_the_read(scene: Scene, cached: bool, number: int)
     assert len(whole) > 3000
 
 
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("fault", ["error", "truncated", "changed", "interrupt"])
+@pytest.mark.parametrize("way", [pytest.param("ring", marks=needs_ring), pytest.param("pollers", marks=needs_pollers)])
+def test_fault_while_many_runs_are_read_at_a_time(scene: Scene, way: str, fault: str, number: int) -> None:
+    scene.patch.setattr(transfer, "MANY_BYTES", 1)
+    if way == "pollers":
+        for name, value in (("LEAST_POLLED", 1), ("LEAST_CORES", 1), ("MOST_POLLERS", 2)):
+            scene.patch.setattr(plan, name, value)
+        scene.staging = TrellisStaging(max_bytes=BOUND)
+    expected = scene.prepare(cached=False).clone()
+    main, calls = threading.main_thread().ident, itertools.count()
+    assert main is not None
+    actions: dict[str, tuple[Callable[[], object], type[BaseException], str | None]] = {
+        "error": (lambda: None, PrepReadError, r"expert \d \w+: .*Input/output error"),
+        "truncated": (lambda: os.truncate(scene.shard, 3000), PrepReadError, r"expert \d \w+: truncated"),
+        "changed": (lambda: os.utime(scene.shard, ns=(1, 1)), PrepReadError, r"expert \d \w+: the file changed"),
+        "interrupt": (lambda: signal.pthread_kill(main, signal.SIGINT), KeyboardInterrupt, None),
+    }
+    action, kind, message = actions[fault]
+    owner, method = (Ring, "run") if way == "ring" else (Pollers, "start")
+    honest: Callable[..., Any] = getattr(owner, method)
+
+    def faulty(self: object, *arguments: Any) -> Any:
+        if next(calls) != number:
+            return honest(self, *arguments)
+        action()
+        found = honest(self, *arguments)
+        if fault != "error":
+            return found
+        if isinstance(found, Ticket):
+            found.short.append(0)
+            return found
+        return found * 0
+
+    with scene.patch.context() as patch:
+        patch.setattr(owner, method, faulty)
+        if fault == "error":
+            patch.setattr(os, "preadv", at_call(0, raising(OSError(errno.EIO, os.strerror(errno.EIO))), os.preadv))
+        scene.fail(kind, message, cached=False)
+    assert next(calls) > number, "the reads were made together"
+    assert not kernel_threads()
+    if fault in ("error", "interrupt"):
+        assert torch.equal(scene.prepare(cached=False), expected)
+
+
 @pytest.mark.parametrize("most", [48, 1000])
 def test_short_reads_are_continued(scene: Scene, most: int) -> None:
     expected, preadv = scene.prepare(cached=False), os.preadv
@@ -159,8 +210,8 @@ def test_short_reads_are_continued(scene: Scene, most: int) -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_memory_that_runs_out_at_each_allocation(scene: Scene, cached: bool) -> None:
-    plan = plan_preparation(scene.layer[0], staging=scene.staging, extent=EXTENT)
-    for number, tensor in enumerate(plan.layout.tensors):
+    planned = plan_preparation(scene.layer[0], staging=scene.staging, extent=EXTENT)
+    for number, tensor in enumerate(planned.layout.tensors):
         with scene.patch.context() as patch:
             patch.setattr(
                 torch, "empty", at_call(number, raising(torch.OutOfMemoryError("out of memory")), torch.empty)
@@ -168,9 +219,9 @@ def test_memory_that_runs_out_at_each_allocation(scene: Scene, cached: bool) -> 
             scene.fail(PrepMemoryError, rf"{tensor.name} of {tensor.nbytes} bytes cannot be had", cached=cached)
     with scene.patch.context() as patch:
         patch.setattr(pinned.mmap, "mmap", at_call(0, raising(OSError(errno.ENOMEM, "no memory")), pinned.mmap.mmap))
-        scene.fail(PrepMemoryError, f"staging of {plan.host_bytes} bytes cannot be had on the host", cached=cached)
+        scene.fail(PrepMemoryError, f"staging of {planned.host_bytes} bytes cannot be had on the host", cached=cached)
     with scene.patch.context() as patch:
-        patch.setattr(pinned, "_register", raising_memory(plan.host_bytes))
+        patch.setattr(pinned, "_register", raising_memory(planned.host_bytes))
         scene.fail(PrepMemoryError, "cannot be page-locked", cached=cached)
     assert scene.prepare(cached=cached).numel()
 

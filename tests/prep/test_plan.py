@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -17,6 +18,7 @@ from trellis_prep import (
     plan_layout,
     plan_preparation,
 )
+from trellis_prep.plan import LONG_RUN
 
 
 @pytest.mark.parametrize("max_bytes", [200_000, 1 << 20, 1 << 26])
@@ -44,9 +46,11 @@ def test_kimi_k3_share_of_64_mib() -> None:
         rates=RateTable(((4,),)),
         extent=TrellisExtent.whole(3072),
     )
-    plan = plan_preparation(source, extent=extent_of(3072, 0, 3))
+    plan = plan_preparation(source, extent=extent_of(3072, 0, 3), staging=TrellisStaging(readers=1))
     assert (plan.slots, plan.slot_bytes, len(plan.batches)) == (2, 32 * 1_032_192, 28)
     assert plan.host_bytes == 66_060_288
+    plan = plan_preparation(source, extent=extent_of(3072, 0, 3), staging=TrellisStaging(readers=16))
+    assert (plan.slots, plan.slot_bytes, len(plan.batches)) == (32, 2 * 1_032_192, 448)
 
 
 def test_readers_are_as_said_or_as_runs_and_cores_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +58,41 @@ def test_readers_are_as_said_or_as_runs_and_cores_allow(monkeypatch: pytest.Monk
     part, whole = extent_of(384, 0, 1), source.extent
     assert plan_layout(source, part).run_bytes() == 8 * 32, "a row of tiles of K = 1 in 128 channels"
     assert plan_layout(source, whole).run_bytes() == 1024 * 384 // 8, "a whole linear of K = 1"
-    for cores in (1, 2, 64):
+    for cores, ring in itertools.product((1, 2, 64), (True, False)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        wide, _ = random_layer(hidden=1024, experts=60)
-        assert plan_preparation(wide, staging=TrellisStaging(max_bytes=33 << 20)).readers == min(cores, 4)
-        assert plan_preparation(wide, staging=TrellisStaging(max_bytes=16 << 20)).readers == min(cores, 2)
-        assert plan_preparation(source, extent=part).readers == 1
+        monkeypatch.setattr("trellis_prep.plan.have_ring", lambda ring=ring: ring)
+        monkeypatch.setattr("trellis_prep.plan.have_pollers", lambda: False)
+        for rate, most, few in (("8", 4, 2), ("1", 16 if ring else 1, 8 if ring else 1)):
+            wide, _ = random_layer(hidden=1024, experts=60 if rate == "8" else 240, rates=(rate,))
+            assert (plan_layout(wide).run_bytes() < LONG_RUN) == (rate == "1")
+            assert plan_preparation(wide, staging=TrellisStaging(max_bytes=33 << 20)).readers == min(cores, most)
+            assert plan_preparation(wide, staging=TrellisStaging(max_bytes=16 << 20)).readers == min(cores, few)
+        bounds = TrellisStaging(max_bytes=33 << 20)
+        shared = plan_preparation(random_layer(hidden=1024, experts=240)[0], extent=part, staging=bounds)
+        assert shared.readers == (min(cores, 16) if ring else 1), "a share has short runs"
+        assert plan_preparation(source, extent=part).readers == 1, "there is one batch"
         few = plan_preparation(source, extent=part, staging=TrellisStaging(readers=3, max_bytes=400_000))
         assert few.readers == 3
         assert few.slots == 6
+
+
+def test_pollers_are_as_cores_and_codes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, _ = random_layer(hidden=1024, experts=60, rates=("8",))
+    assert plan_layout(wide).code_bytes > 32 << 20
+    for cores, have in itertools.product((1, 3, 4, 8, 16, 64), (True, False)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr("trellis_prep.plan.have_pollers", lambda have=have: have)
+        pollers = {4: 2, 8: 6, 16: 12, 64: 12}.get(cores, 0) if have else 0
+        plan = plan_preparation(wide)
+        assert plan.pollers == pollers
+        assert plan_preparation(wide, staging=TrellisStaging(readers=2)).pollers == 0, "readers were asked for"
+        assert plan_preparation(random_layer()[0]).pollers == 0, "it is not worth it"
+        if pollers:
+            assert (plan.slots, plan.readers) == (8, 4)
+            small = plan_preparation(wide, staging=TrellisStaging(max_bytes=16 << 20))
+            assert (small.slots, small.readers) == (5, 2), "slots of 3 MiB and more"
+            least = plan_preparation(wide, staging=TrellisStaging(max_bytes=3 << 20))
+            assert (least.slots, least.readers) == (2, 1)
 
 
 def test_empty_share_has_slots_for_its_tables() -> None:

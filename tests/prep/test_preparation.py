@@ -96,7 +96,7 @@ def test_bound_below_one_expert_is_refused_before_anything_is_allocated(
 def test_progress_ends_at_all_bytes() -> None:
     layer = random_layer(experts=5)
     seen: list[tuple[int, int]] = []
-    staging = TrellisStaging(max_experts=2)
+    staging = TrellisStaging(max_experts=2, readers=1)  # which go in order
     prepare(*layer, staging=staging, progress=lambda done, total: seen.append((done, total)))
     total = plan_layout(layer[0]).total_bytes
     assert seen[-1] == (total, total)

@@ -62,3 +62,18 @@ def test_buffer_of_another_size_is_refused() -> None:
     layer = random_layer()
     with pytest.raises(FormatValueError, match="buffer must be"):
         ShareReader(*layer, extent_of(384, 0, 1)).read(0, 0, np.empty(16, dtype=np.uint8))
+
+
+def test_runs_are_those_of_the_share_in_its_file(tmp_path: Path) -> None:
+    layer = random_layer()
+    checkpoint, source, weights = open_layer(write_checkpoint(tmp_path, layer))
+    extent = extent_of(384, 1, 1)
+    with checkpoint:
+        reader = ShareReader(source, weights, extent)
+        for expert, projection in linears(source):
+            runs = reader.runs(expert, projection)
+            assert runs is not None
+            content = Path(runs.reader.header.path).read_bytes()
+            found = b"".join(content[place : place + runs.length] for place in (runs.begin + runs.places).tolist())
+            assert found == expected_tiles(layer, extent, expert, projection).tobytes()
+    assert ShareReader(*layer, extent).runs(0, 0) is None

@@ -23,6 +23,9 @@ class Copy:
         self.waits += 1
         assert self.done.wait(10)
 
+    def query(self) -> bool:
+        return self.done.is_set()
+
 
 def test_slots_are_lent_in_turn_and_poisoned_after() -> None:
     with SlotRing(2, 8, device=None, poison=True) as ring:
@@ -77,6 +80,26 @@ def test_cancelling_wakes_whoever_waits() -> None:
         ring.cancel()
         thread.join(10)
         assert seen == [None]
+        assert ring.take() is None
+
+
+def test_a_slot_is_ready_when_its_copy_has_completed() -> None:
+    with SlotRing(2, 8, device=None, poison=True) as ring:
+        assert ring.ready()
+        first, second = ring.take(), ring.take()
+        assert not ring.ready(), "none is free"
+        copy = Copy()
+        ring.release(second, copy)
+        assert not ring.ready(), "the one that is free is still copied"
+        ring.release(first, None)
+        copy.done.set()
+        assert ring.ready()
+        assert ring.ready()
+        assert [ring.take(), ring.take()] == [second, first]
+        assert (second.array == POISON_BYTE).all()
+        ring.release(first, None)
+        ring.cancel()
+        assert not ring.ready()
         assert ring.take() is None
 
 

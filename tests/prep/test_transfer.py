@@ -5,13 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from exl3_files import write_shard
+from format.files.test_pollers import kernel_threads, needs_pollers
+from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
+from trellis_format.files.header import ShardHeader, read_header
 from trellis_prep import PrepDeviceError
+from trellis_prep import transfer as transfer_module
 from trellis_prep.lanes import CpuLane, Move
 from trellis_prep.slots import Completion, Slot, SlotRing
 from trellis_prep.transfer import Load, Read, transfer
@@ -40,6 +47,41 @@ def test_every_load_arrives(slots: int, count: int) -> None:
         transfer(make_loads(target, count, 10), ring, CpuLane(), moved.append)
     assert target.tolist() == [number + 1 for number in range(count) for _ in range(10)]
     assert moved == [10] * count
+
+
+@pytest.mark.parametrize("missing", [[], [1], [0, 1]])
+def test_reads_of_files_are_one_and_what_it_missed_is_filled(
+    missing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of two reads; `read_together` writes 1 and 2, `fill` writes 11 and 12."""
+    together, filled = [], []
+    header = ShardHeader(path=Path("none"), metadata={}, entries={}, identity=None)  # type: ignore[arg-type]
+    reader, places = ShardReader(header), np.zeros(1, dtype=np.int64)
+
+    def read(parts: Sequence[FileRuns], out: np.ndarray[Any, Any]) -> list[int]:
+        together.append([part.nbytes for part in parts])
+        out[:600], out[600:] = 1, 2
+        return missing
+
+    def fill(number: int, out: np.ndarray[Any, Any]) -> None:
+        filled.append(number)
+        out.fill(11 + number)
+
+    monkeypatch.setattr(transfer_module, "read_together", read)
+    target = torch.zeros(4000, dtype=torch.uint8)
+    parts = [FileRuns(reader, 0, places, size, "codes") for size in (600, 400)]
+    moves = [(Move(0, target[first : first + 1000]),) for first in range(0, 4000, 1000)]
+    whole = tuple(Read(n * 600, 600 - 200 * n, partial(fill, n), part) for n, part in enumerate(parts))
+    half = (whole[0], Read(600, 400, partial(fill, 1)))
+    small = (Read(0, 100, partial(fill, 0), parts[0]._replace(length=100)),)
+    loads = [Load("whole", whole, moves[0]), Load("half", half, moves[1]), Load("small", small, moves[2])]
+    monkeypatch.setattr(transfer_module, "MANY_BYTES", 1000)
+    with SlotRing(1, 1000, device=None) as ring:
+        transfer(iter(loads), ring, CpuLane(), None)
+    assert together == [[600, 400]], "only a large load, and only where all of its reads are of files"
+    assert filled == [*missing, 0, 1, 0]
+    found = [target[first].item() for first in (0, 999, 1000, 1999, 2000)]
+    assert found == [11 if 0 in missing else 1, 12 if 1 in missing else 2, 11, 12, 11]
 
 
 @pytest.mark.parametrize(("slots", "readers"), [(2, 2), (4, 2), (10, 5)])
@@ -99,6 +141,39 @@ def test_thread_that_cannot_be_started_stops_those_that_were(monkeypatch: pytest
     assert not any(thread.is_alive() for thread in started)
 
 
+@needs_pollers
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("given", [True, False])
+def test_pollers_fill_what_lies_in_files_in_order(
+    tmp_path: Path, slots: int, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "MANY_BYTES", 1)
+    if not given:
+        monkeypatch.setattr(transfer_module, "Pollers", lambda _: (_ for _ in ()).throw(OSError("no more")))
+    codes = np.random.default_rng(3).integers(0, 256, (20, 500), dtype=np.uint8)
+    header = read_header(write_shard(tmp_path / "a.safetensors", {"codes": codes}))
+    view = FileArray(ShardReader(header), header.entries["codes"])
+    target, moved, filled = torch.full((10_000,), 0xEE, dtype=torch.uint8), [], []
+
+    def loads() -> Iterator[Load]:
+        for row in range(20):
+            box = (slice(row, row + 1), slice(0, 500))
+
+            def fill(out: np.ndarray[Any, Any], row: int = row, box: tuple[slice, ...] = box) -> None:
+                filled.append(row)
+                view.read_box(box, out)
+
+            runs = None if row % 5 == 0 else view.runs(box)
+            yield Load(f"{row}", (Read(0, 500, fill, runs),), (Move(0, target[row * 500 : row * 500 + 500]),))
+
+    with SlotRing(slots, 500, device=None, poison=True) as ring:
+        transfer(loads(), ring, CpuLane(), moved.append, pollers=2)
+    assert target.numpy().tobytes() == codes.tobytes()
+    assert moved == [500] * 20
+    assert filled == [0, 5, 10, 15], "only what does not lie in files"
+    assert not kernel_threads()
+
+
 class LateLane(CpuLane):
     """A lane whose copies are done when their end is waited for, which waits at a gate."""
 
@@ -113,6 +188,10 @@ class LateLane(CpuLane):
         number = len(self.issued) - 1
 
         class End:
+            @staticmethod
+            def query() -> bool:
+                return False
+
             @staticmethod
             def synchronize() -> None:
                 self.waiting.set()

@@ -132,7 +132,7 @@ def test_runs_of_a_box_are_continued_and_counted(tmp_path: Path, monkeypatch: py
 def test_a_run_past_the_end_names_its_place(tmp_path: Path) -> None:
     array = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
     reader, tensors = shard(tmp_path, a=array)
-    reader._open()  # the identity of the file is checked before it is cut
+    reader.descriptor()  # the identity of the file is checked before it is cut
     os.truncate(reader.header.path, reader.header.path.stat().st_size - 3)
     begin = tensors["a"].entry.begin + 3 * 12
     with pytest.raises(FormatValueError, match=f"truncated: 6 bytes wanted at byte {begin + 6}, 3 read"):
@@ -311,3 +311,36 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
         thread.join()
     assert wrong == []
     assert reader.bytes_read == 64 * 96 * 2
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_runs_of_a_box_are_where_its_bytes_lie(tmp_path: Path, data: st.DataObject) -> None:
+    array = np.random.default_rng(5).integers(0, 2**16, (4, 5, 6), dtype=np.uint16)
+    reader, tensors = shard(tmp_path, before=array, a=array)
+    box = []
+    for size in array.shape:
+        start = data.draw(st.integers(0, size))
+        box.append(slice(start, data.draw(st.integers(start, size))))
+    runs, content = tensors["a"].runs(tuple(box)), reader.header.path.read_bytes()
+    found = b"".join(content[place : place + runs.length] for place in (runs.begin + runs.places).tolist())
+    assert found == array[tuple(box)].tobytes()
+    assert runs.nbytes == len(found)
+    assert runs.scatter is None
+    assert MemoryArray(array).runs(tuple(box)) is None
+    reader.close()
+
+
+def test_runs_of_what_is_outside_are_refused(tmp_path: Path) -> None:
+    _, tensors = shard(tmp_path, a=np.zeros((4, 5), dtype=np.int16))
+    for view in (tensors["a"], MemoryArray(np.zeros((4, 5), dtype=np.int16))):
+        with pytest.raises(FormatValueError, match="outside an axis of 5"):
+            view.runs((slice(0, 4), slice(0, 6)))
+
+
+def test_bytes_are_counted_unless_the_file_changed(tmp_path: Path) -> None:
+    reader, _ = shard(tmp_path, a=np.zeros(4, dtype=np.int16))
+    assert reader.count_if_unchanged(5)
+    os.utime(reader.header.path, ns=(1, 1))
+    assert not reader.count_if_unchanged(6)
+    assert reader.bytes_read == 5

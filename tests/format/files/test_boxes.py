@@ -80,3 +80,14 @@ def test_buffers_of_another_size_are_refused() -> None:
     part = BoxArray(MemoryArray(WHOLE), (slice(0, 2), slice(0, 2), slice(0, 2)))
     with pytest.raises(FormatValueError, match="buffer must be 16 contiguous uint8"):
         part.read_box((slice(0, 2), slice(0, 2), slice(0, 2)), np.empty(15, np.uint8))
+
+
+def test_runs_of_a_part_are_those_of_its_bytes_in_the_file(tmp_path: Path) -> None:
+    assert BoxArray(MemoryArray(WHOLE), (slice(1, 3), slice(0, 6), slice(0, 7))).runs((slice(0, 1),) * 3) is None
+    with LayerFile(write_shard(tmp_path / "a.safetensors", {"x": WHOLE})) as file:
+        part = take_box(file.tensors["x"], (slice(1, 4), slice(2, 5), slice(0, 7)))
+        runs = part.runs((slice(1, 3), slice(0, 2), slice(0, 7)))
+        assert runs is not None
+        places = [file.tensors["x"].entry.begin + 14 * (6 * row + 2) for row in (2, 3)]
+        assert (runs.begin + runs.places).tolist() == places
+        assert (runs.length, runs.nbytes, runs.tensor) == (28, 56, "x")

@@ -17,16 +17,7 @@ from trellis_format.errors import FormatValueError
 from trellis_format.files import arrays, uring
 from trellis_format.files.arrays import FileArray, ShardReader
 from trellis_format.files.header import read_header
-from trellis_format.files.uring import PIECE_BYTES, Ring, thread_ring
-
-
-def have_ring() -> bool:
-    try:
-        Ring()
-    except OSError:
-        return False
-    return True
-
+from trellis_format.files.uring import ASYNC, PIECE_BYTES, READ, SQE, Ring, have_ring, thread_ring
 
 needs_ring = pytest.mark.skipif(not have_ring(), reason="this system has no io_uring, or forbids it")
 
@@ -97,6 +88,38 @@ def test_a_thread_has_one_ring_and_the_main_thread_none() -> None:
     assert isinstance(first, Ring)
     assert first is again
     assert in_thread(thread_ring) is not first
+
+
+@needs_ring
+@pytest.mark.parametrize("flags", [0, ASYNC])
+def test_reads_of_any_lengths_go_to_their_own_places(descriptor: int, content: np.ndarray, flags: int) -> None:
+    rng, longest = np.random.default_rng(flags), 20_000
+    lengths, offsets = rng.integers(1, longest, 900), rng.integers(0, content.size - longest, 900)
+    out, places = np.full(900 * longest, 0xA5, dtype=np.uint8), np.arange(900) * longest
+    entries = np.zeros(900, dtype=SQE)
+    entries["opcode"], entries["flags"], entries["fd"], entries["offset"] = READ, flags, descriptor, offsets
+    entries["address"], entries["length"] = places + out.ctypes.data, lengths
+    entries["offset"][7] = content.size - 5
+    entries["fd"][8] = -1
+    found = Ring().run(entries)
+    assert found[[7, 8]].tolist() == [min(5, lengths[7]), -errno.EBADF]
+    lengths[[7, 8]], offsets[7] = (min(5, lengths[7]), 0), content.size - 5
+    assert np.array_equal(np.maximum(found, 0), lengths)
+    for place, offset, length in zip(places, offsets, lengths, strict=True):
+        assert np.array_equal(out[place : place + length], content[offset : offset + length])
+        assert (out[place + length : place + longest] == 0xA5).all()
+
+
+def test_a_system_without_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EPERM, "no")
+
+    have_ring.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(uring, "Ring", refuse)
+        assert not have_ring()
+        assert not have_ring(), "it was asked once"
+    have_ring.cache_clear()
 
 
 def test_a_system_that_forbids_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

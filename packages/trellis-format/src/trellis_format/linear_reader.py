@@ -5,6 +5,7 @@ It must not know devices or threads; a reader may be used by several threads at 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.arrays import ArrayView
+from trellis_format.files.arrays import ArrayView, FileRuns
 from trellis_format.rates import TILE, Rate
 from trellis_format.slots import PLANES, section_offsets
 from trellis_format.source import Projection, TrellisSource, TrellisWeights
 
 __all__ = ["SCRATCH_BYTES", "LinearReader", "SlotLinear", "linear_view"]
 
+MOST_SEGMENTS = 1024
+"""Places that one system call can scatter a run to, on Linux."""
 SCRATCH_BYTES = 256 << 10
 """Bytes of sections that a read of slot-major codes holds before their tiles are put in order, or one if longer."""
 
@@ -72,6 +75,23 @@ class SlotLinear(ArrayView):
         else:
             self._read_planes(planes, hidden, by_channel)
 
+    def runs(self, box: tuple[slice, ...]) -> FileRuns | None:
+        """Where the bytes of whole sections lie; see `ArrayView.runs`.  None for parts of planes."""
+        lengths = self.box_shape(box)
+        planes, hidden = (box[0], lengths[1]) if self._down else (box[1], lengths[0])
+        if planes.start % PLANES or planes.stop % PLANES or hidden * self._tile != self._plane:
+            return None
+        if lengths[2] != self.shape[2] or not lengths[0] * lengths[1]:
+            return None
+        sections = self._sections(planes)
+        if self._down:
+            return self._rows.runs(sections)
+        if lengths[0] > MOST_SEGMENTS or (stored := self._rows.runs(sections)) is None:
+            return None
+        places = (stored.places[:, None] + np.arange(PLANES) * self._plane).reshape(-1)  # of planes
+        scatter = _by_hidden(lengths[0], lengths[1], self._tile)
+        return stored._replace(places=places, length=self._plane, scatter=scatter)
+
     def _sections(self, planes: slice) -> tuple[slice, slice]:
         slots = slice(planes.start // PLANES, planes.stop // PLANES)
         return slots, slice(self._first, self._first + PLANES * self._plane)
@@ -104,6 +124,14 @@ class SlotLinear(ArrayView):
                 runs = np.empty(len(part) * run, dtype=np.uint8)
                 self._rows.read_box((slice(slot, slot + len(part)), slice(first, first + run)), runs)
                 by_channel[part.start : part.stop : PLANES] = runs.view(by_channel.dtype).reshape(len(part), -1)
+
+
+@lru_cache(maxsize=16)
+def _by_hidden(hidden: int, planes: int, tile: int) -> npt.NDArray[np.int64]:
+    """`[planes, hidden tiles] int64`: where the tiles of planes go in `[hidden tiles, planes]`."""
+    places = (np.arange(hidden) * planes + np.arange(planes)[:, None]) * tile
+    places.setflags(write=False)
+    return places
 
 
 def linear_view(
@@ -166,7 +194,25 @@ class LinearReader:
         Raises:
             FormatValueError: if the buffer has another size, rows are outside the share, or a file is short or changed.
         """
-        view = linear_view(self._source, self._weights, expert, projection, self._offsets)
+        view, box = self._box(expert, projection, first, end)
+        view.read_box(box, out)
+
+    def runs(self, expert: int, projection: int, first: int = 0, end: int | None = None) -> FileRuns | None:
+        """Where rows of tiles lie in a file, and where they go in the order of `read`; None where that is not told.
+
+        Raises:
+            FormatValueError: if rows are outside the share.
+        """
+        view, box = self._box(expert, projection, first, end)
+        return view.runs(box)
+
+    def _box(
+        self, expert: int, projection: int, first: int, end: int | None
+    ) -> tuple[ArrayView, tuple[slice, slice, slice]]:
+        if isinstance(self._weights.codes, tuple):  # the question that is asked fast, and for every linear
+            view = self._weights.codes[expert][projection]
+        else:
+            view = linear_view(self._source, self._weights, expert, projection, self._offsets)
         k, n, words = view.shape
         if self._down[projection]:
             start, stop, columns = self._share.start, self._share.stop, slice(0, n)
@@ -175,4 +221,4 @@ class LinearReader:
         last = stop - start if end is None else end
         if not 0 <= first <= last <= stop - start:
             raise FormatValueError(f"rows {first}..{last} of tiles are outside the share's 0..{stop - start}")
-        view.read_box((slice(start + first, start + last), columns, slice(0, words)), out)
+        return view, (slice(start + first, start + last), columns, slice(0, words))

@@ -49,6 +49,7 @@ class PreparationMeasurement:
         slots: host slots.
         slot_bytes: bytes of each.
         readers: threads that filled them.
+        pollers: threads of the kernel that filled them in their place; 0 for none.
         samples_ns: wall time of each preparation through one staging buffer that is kept.
         alone_samples_ns: wall time of each preparation that takes and locks its own.
         copy_samples_ns: wall time of each copy of as many bytes from one page-locked buffer.
@@ -65,6 +66,7 @@ class PreparationMeasurement:
     slots: int
     slot_bytes: int
     readers: int
+    pollers: int
     samples_ns: tuple[int, ...]
     alone_samples_ns: tuple[int, ...]
     copy_samples_ns: tuple[int, ...]
@@ -173,6 +175,7 @@ def measure_preparation(
         slots=plan.slots,
         slot_bytes=plan.slot_bytes,
         readers=plan.readers,
+        pollers=plan.pollers,
         samples_ns=samples,
         alone_samples_ns=alone,
         copy_samples_ns=copies,

@@ -75,15 +75,17 @@ def _check_codes(source: TrellisSource, weights: TrellisWeights) -> None:
             f"codes are of {len(table)} experts x {sorted(counts)} projections, the source has "
             f"{geometry.num_experts} x {len(geometry.projections)}"
         )
+    matrices = [local_matrix(source, source.extent, index) for index in range(len(geometry.projections))]
+    words = (_half_bits(source) * (TILE // 2)).tolist()
     for expert, row in enumerate(table):
-        for index, view in enumerate(row):
-            k, n = local_matrix(source, source.extent, index)
-            shape = (k // TILE, n // TILE, source.rates.rate(expert, index).tile_words16)
+        for index, (view, (k, n)) in enumerate(zip(row, matrices, strict=True)):
+            shape = (k // TILE, n // TILE, words[expert][index])
+            if view.dtype == np.int16 and tuple(view.shape) == shape:
+                continue
             where = f"codes of expert {expert} {geometry.projections[index]}"
             if view.dtype != np.int16:
                 raise PrepTypeError(f"{where} must be int16, got {view.dtype}")
-            if tuple(view.shape) != shape:
-                raise PrepValueError(f"{where} must be {list(shape)} [k_tiles, n_tiles, 16*K], got {list(view.shape)}")
+            raise PrepValueError(f"{where} must be {list(shape)} [k_tiles, n_tiles, 16*K], got {list(view.shape)}")
 
 
 def _check_rows(source: TrellisSource, codes: object) -> None:
@@ -104,15 +106,21 @@ def _check_rates(source: TrellisSource, rate: npt.NDArray[Any]) -> None:
         raise PrepValueError(
             f"rate must be [1], [{experts}] or [{experts}, {projections}] bytes, got {list(rate.shape)}"
         )
-    for expert in range(experts):
-        row = rate[expert if rate.shape[0] > 1 else 0]
-        for index in range(projections):
-            observed, stated = int(row if rate.ndim == 1 else row[index]), source.rates.rate(expert, index)
-            if observed != stated.nibble * 17:
-                raise PrepValueError(
-                    f"expert {expert} {source.geometry.projections[index]}: observed rate byte 0x{observed:02x}, the "
-                    f"source states K = {stated}, which is 0x{stated.nibble * 17:02x}"
-                )
+    observed = np.broadcast_to(rate if rate.ndim == 2 else rate[:, None], (experts, projections))
+    stated = np.broadcast_to(source.rates.rate_bytes().reshape(len(source.rates.half_bits), -1), observed.shape)
+    if (places := np.argwhere(observed != stated)).size:
+        expert, index = map(int, places[0])
+        raise PrepValueError(
+            f"expert {expert} {source.geometry.projections[index]}: observed rate byte "
+            f"0x{observed[expert, index]:02x}, the source states K = {source.rates.rate(expert, index)}, which is "
+            f"0x{stated[expert, index]:02x}"
+        )
+
+
+def _half_bits(source: TrellisSource) -> npt.NDArray[np.int64]:
+    """`[experts, projections] int64`: 2K of each linear."""
+    shape = source.geometry.num_experts, len(source.geometry.projections)
+    return np.broadcast_to(np.array(source.rates.half_bits, dtype=np.int64), shape)
 
 
 def _table_shapes(source: TrellisSource) -> dict[str, tuple[int, ...]]:

@@ -107,7 +107,7 @@ class PreparedLayout:
             hidden = self.source.geometry.padded_hidden_size // TILE
             return int(np.min(self.half_bits)) * TILE * hidden * (SLOT // TILE)
         if self.extent == self.source.extent:
-            return min(self.linear_bytes(*place) for place in np.ndindex(*self.half_bits.shape))
+            return int(np.min(self.row_bytes * [self.rows(index) for index in range(self.half_bits.shape[1])]))
         return int(np.min(self.row_bytes[:, :-1]))
 
     def linear_words(self, expert: int, projection: int) -> int:
@@ -141,10 +141,8 @@ def plan_layout(source: TrellisSource, extent: TrellisExtent | None = None) -> P
     share = source.extent if extent is None else extent
     check_inside(share, source.extent)
     experts, projections = source.geometry.num_experts, len(source.geometry.projections)
-    half_bits = np.array(
-        [[source.rates.rate(expert, index).half_bits for index in range(projections)] for expert in range(experts)],
-        dtype=np.int64,
-    )
+    table = np.array(source.rates.half_bits, dtype=np.int64)
+    half_bits = np.ascontiguousarray(np.broadcast_to(table, (experts, projections)))
     sizes = [local_matrix(source, share, index) for index in range(projections)]
     tiles = np.array([k * n // TILE**2 for k, n in sizes], dtype=np.int64)
     words = half_bits * tiles * (TILE // WORD_BYTES)

@@ -5,7 +5,7 @@ It must not know threads or devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 
 from trellis_format.source import TrellisWeights
 from trellis_prep.lanes import Move
-from trellis_prep.layout import WORD_BYTES, PreparedLayout
+from trellis_prep.layout import WORD_BYTES
 from trellis_prep.plan import PreparationPlan
 from trellis_prep.reader import ShareReader
 from trellis_prep.staging import Batch
 from trellis_prep.tables import table_rows
 from trellis_prep.transfer import Load, Read
 
-__all__ = ["share_loads"]
+__all__ = ["flat_bytes", "lies_in_files", "share_loads"]
 
 
 def share_loads(plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping[str, torch.Tensor]) -> Iterator[Load]:
@@ -36,12 +36,20 @@ def share_loads(plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping
     Yields:
         Loads that fit a slot of the plan; together they write every byte of every tensor once.
     """
-    for name, rows in table_rows(weights, plan.layout).items():
-        yield from _table_loads(name, rows, flat_bytes(tensors[name]), plan.slot_bytes)
+    for name, table in table_rows(weights, plan.layout).items():
+        yield from _table_loads(name, table, flat_bytes(tensors[name]), plan.slot_bytes)
     codes = flat_bytes(tensors["codes"])
-    reader, row_bytes = ShareReader(plan.layout.source, weights, plan.layout.extent), plan.layout.row_bytes.tolist()
+    reader, layout = ShareReader(plan.layout.source, weights, plan.layout.extent), plan.layout
+    rows = [layout.rows(projection) for projection in range(layout.offsets.shape[1])]
+    row_bytes, places = layout.row_bytes.tolist(), layout.offsets.tolist()
     for batch in plan.batches:
-        yield _batch_load(plan.layout, row_bytes[batch.first : batch.end], reader, batch, codes)
+        yield _batch_load(rows, row_bytes, places, reader, batch, codes)
+
+
+def lies_in_files(plan: PreparationPlan, weights: TrellisWeights) -> bool:
+    """Whether the codes of a share can be read as runs of files, as the first linear's tell."""
+    layout = plan.layout
+    return bool(plan.batches) and ShareReader(layout.source, weights, layout.extent).runs(0, 0) is not None
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,22 +58,28 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batch_load(
-    layout: PreparedLayout, row_bytes: list[list[int]], reader: ShareReader, batch: Batch, codes: torch.Tensor
+    rows: Sequence[int],
+    row_bytes: Sequence[Sequence[int]],
+    places: Sequence[Sequence[int]],
+    reader: ShareReader,
+    batch: Batch,
+    codes: torch.Tensor,
 ) -> Load:
     reads: list[Read] = []
     moves = []
     filled = 0
-    for projection in range(layout.offsets.shape[1]):
-        first, end = (0, layout.rows(projection)) if batch.parts is None else batch.parts[projection]
+    parts = [(0, count) for count in rows] if batch.parts is None else batch.parts
+    for projection, (first, end) in enumerate(parts):
         begin = filled
         if first == end:
             continue
-        for expert, sizes in enumerate(row_bytes, start=batch.first):
-            nbytes = (end - first) * sizes[projection]
-            reads.append(Read(filled, nbytes, partial(reader.read, expert, projection, first=first, end=end)))
+        for expert in range(batch.first, batch.end):
+            nbytes = (end - first) * row_bytes[expert][projection]
+            fill = partial(reader.read, expert, projection, first=first, end=end)
+            reads.append(Read(filled, nbytes, fill, reader.runs(expert, projection, first, end)))
             filled += nbytes
         # experts of a batch are neighbours in the layout too, so their codes of one projection go in one copy
-        place = int(layout.offsets[batch.first, projection]) * WORD_BYTES + first * row_bytes[0][projection]
+        place = places[batch.first][projection] * WORD_BYTES + first * row_bytes[batch.first][projection]
         moves.append(Move(begin, codes[place : place + filled - begin]))
     return Load(f"codes of experts {batch.first}..{batch.end}", tuple(reads), tuple(moves))
 

@@ -9,21 +9,38 @@ import os
 from dataclasses import dataclass
 
 from trellis_format.extent import TrellisExtent
+from trellis_format.files.pollers import have_pollers
+from trellis_format.files.uring import LONG_BYTES, have_ring
 from trellis_format.source import TrellisSource
 from trellis_prep.errors import PrepTypeError
 from trellis_prep.layout import PreparedLayout, plan_layout
 from trellis_prep.staging import SLOTS_PER_READER, Batch, TrellisStaging, plan_batches, plan_slots
 
-__all__ = ["LONG_RUN", "MOST_READERS", "PreparationPlan", "plan_preparation"]
+__all__ = ["LONG_RUN", "MOST_COPIERS", "MOST_READERS", "PreparationPlan", "plan_preparation"]
 
 MOST_READERS = 4
-"""Threads that fill slots, where there are as many cores.  On an H200's host four threads fill 64 MiB of slots at 16 to
-20 GB/s from the page cache and eight at 12 to 14: from there they wait for the interpreter's lock."""
+"""Threads that fill slots with long runs, where there are as many cores: each one's reads keep many of the kernel's
+workers busy, so more of them only wait for the interpreter's lock."""
+MOST_COPIERS = 16
+"""Threads that fill slots with short runs, which each thread copies itself, outside the interpreter's lock."""
 LEAST_SLOT = 4 << 20
-"""Bytes of a slot below which there are fewer readers instead: what surrounds a slot's copy would cost more than it."""
-LONG_RUN = 16 << 10
-"""Bytes of a contiguous run of a file from which on readers help each other: below, the interpreter's lock is what they
-wait for, and each wait costs more than the read."""
+"""Bytes of a slot of long runs below which there are fewer readers instead: what surrounds a slot's copy would cost
+more than it."""
+LEAST_SHORT_SLOT = 1 << 20
+"""The same of short runs, which take longer."""
+MOST_POLLERS = 12
+"""Threads of the kernel that fill slots, where there are some cores more.  On an H200's host with 16 cores, 12 threads
+copy 70 GB/s out of the page cache, which is more than the bus takes."""
+LEAST_CORES = 4
+"""Cores below which threads of the kernel would be in each other's way."""
+LEAST_POLLED = 32 << 20
+"""Bytes of codes below which starting such threads takes longer than they save."""
+MOST_POLLED_SLOTS = 8
+"""Slots that they fill: some are read into, some are copied out of."""
+LEAST_POLLED_SLOT = 3 << 20
+"""Bytes of one, unless there would be fewer than two."""
+LONG_RUN = LONG_BYTES
+"""Bytes of a contiguous run of a file from which on the kernel's workers copy it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +54,7 @@ class PreparationPlan:
         slots: host slots.
         slot_bytes: bytes of each.
         readers: threads that fill slots.
+        pollers: threads of the kernel that fill slots in their place, where codes lie in files.
     """
 
     layout: PreparedLayout
@@ -45,6 +63,7 @@ class PreparationPlan:
     slots: int
     slot_bytes: int
     readers: int
+    pollers: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -83,17 +102,29 @@ def plan_preparation(
     layout = plan_layout(source, extent)
     if not layout.code_words:
         return PreparationPlan(layout, bounds, (), *plan_slots(layout.total_bytes, bounds), readers=1)
-    readers = _readers(bounds, layout.run_bytes())
+    if pollers := _pollers(bounds, layout.code_bytes):
+        slots = max(min(bounds.max_bytes // LEAST_POLLED_SLOT, MOST_POLLED_SLOTS), SLOTS_PER_READER)
+        readers = max(slots // SLOTS_PER_READER, 1)
+    else:
+        slots, readers = None, _readers(bounds, layout.run_bytes())
     rows = [layout.rows(index) for index in range(len(source.geometry.projections))]
-    codes = plan_batches(rows, layout.row_bytes.tolist(), bounds, readers=readers)
+    codes = plan_batches(rows, layout.row_bytes.tolist(), bounds, readers=readers, slots=slots)
     readers = min(readers, codes.slots)
-    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes, readers)
+    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes, readers, pollers)
+
+
+def _pollers(staging: TrellisStaging, code_bytes: int) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if staging.readers is not None or cores < LEAST_CORES or code_bytes < LEAST_POLLED or not have_pollers():
+        return 0
+    return min(cores - LEAST_CORES // 2, MOST_POLLERS)
 
 
 def _readers(staging: TrellisStaging, run_bytes: int) -> int:
     if staging.readers is not None:
         return staging.readers
-    if run_bytes < LONG_RUN:
+    short = run_bytes < LONG_RUN
+    if short and not have_ring():  # a system call for each run: threads would wait for the interpreter's lock
         return 1
-    room = staging.max_bytes // (SLOTS_PER_READER * LEAST_SLOT)
-    return max(min(len(os.sched_getaffinity(0)), MOST_READERS, room), 1)
+    most, slot = (MOST_COPIERS, LEAST_SHORT_SLOT) if short else (MOST_READERS, LEAST_SLOT)
+    return max(min(len(os.sched_getaffinity(0)), most, staging.max_bytes // (SLOTS_PER_READER * slot)), 1)

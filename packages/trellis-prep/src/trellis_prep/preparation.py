@@ -14,12 +14,13 @@ from typing import Protocol
 import torch
 
 from trellis_format.extent import TrellisExtent
+from trellis_format.files.collector import paused_collector
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.checks import check_weights
 from trellis_prep.devices import TensorLayout, allocate, resolve_device
 from trellis_prep.errors import PrepValueError
 from trellis_prep.lanes import open_lane
-from trellis_prep.loads import share_loads
+from trellis_prep.loads import lies_in_files, share_loads
 from trellis_prep.plan import PreparationPlan, plan_preparation
 from trellis_prep.prepared import PreparedExperts
 from trellis_prep.slots import SlotRing
@@ -80,6 +81,7 @@ def prepare(
         progress=progress,
         poison=poison,
         readers=plan.readers,
+        pollers=plan.pollers if lies_in_files(plan, weights) else 0,
         buffer=buffer,
     )
 
@@ -92,6 +94,7 @@ def fill_tensors(
     progress: Progress | None = None,
     poison: bool = False,
     readers: int = 1,
+    pollers: int = 0,
     buffer: StagingBuffer | None = None,
 ) -> PreparedExperts:
     """Allocate prepared tensors and fill them through a ring of slots.
@@ -103,6 +106,7 @@ def fill_tensors(
         progress: see `prepare`.
         poison: see `prepare`.
         readers: threads that fill slots; with one, reads are done in the order of the loads.
+        pollers: threads of the kernel that fill slots instead, where the system gives them; see `transfer`.
         buffer: see `prepare`.
 
     Raises:
@@ -110,7 +114,9 @@ def fill_tensors(
         PrepDeviceError: if a copy fails.
         BaseException: what a load or `progress` raised; everything is freed first.
     """
-    tensors = stream_tensors(plan, device, loads, progress=progress, poison=poison, readers=readers, buffer=buffer)
+    tensors = stream_tensors(
+        plan, device, loads, progress=progress, poison=poison, readers=readers, pollers=pollers, buffer=buffer
+    )
     return PreparedExperts.of(plan.layout, tensors)
 
 
@@ -142,6 +148,7 @@ def stream_tensors(
     progress: Progress | None = None,
     poison: bool = False,
     readers: int = 1,
+    pollers: int = 0,
     buffer: StagingBuffer | None = None,
 ) -> dict[str, torch.Tensor]:
     """Allocate the tensors of any layout and fill them through a ring of slots; arguments as `fill_tensors`.
@@ -159,16 +166,17 @@ def stream_tensors(
     def moved(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        if progress is not None:
-            progress(done, total)
+        assert progress is not None
+        progress(done, total)
 
     tensors: dict[str, torch.Tensor] = {}
     try:
         tensors |= allocate(plan.layout, device)
-        with _open_ring(plan, device, poison, buffer) as ring:
+        with paused_collector(), _open_ring(plan, device, poison, buffer) as ring:
             assert ring.nbytes <= plan.staging.max_bytes  # the plan's arithmetic
-            transfer(loads(tensors), ring, open_lane(device), moved, readers=readers)
-        assert done == total  # the loads' arithmetic
+            told = None if progress is None else moved
+            transfer(loads(tensors), ring, open_lane(device), told, readers=readers, pollers=pollers)
+        assert progress is None or done == total  # the loads' arithmetic
     except BaseException as error:
         tensors.clear()
         _release_frames(error)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatError
 from trellis_format.extent import TrellisExtent
+from trellis_format.files.arrays import FileRuns
 from trellis_format.linear_reader import LinearReader
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.errors import PrepMemoryError, PrepReadError
@@ -57,6 +58,13 @@ class ShareReader:
         except MemoryError as error:
             where = self._where(expert, projection)
             raise PrepMemoryError(f"{where}: memory ran out while {out.size} bytes were read") from error
+
+    def runs(self, expert: int, projection: int, first: int = 0, end: int | None = None) -> FileRuns | None:
+        """Where rows of tiles [first, end) lie in a file, and where they go in the order of `read`.
+
+        None where they are in memory, or only `read` knows.
+        """
+        return self._linears.runs(expert, projection, first, end)
 
     def _where(self, expert: int, projection: int) -> str:
         return f"expert {expert} {self._projections[projection]}"

@@ -30,6 +30,9 @@ class Completion(Protocol):
     def synchronize(self) -> None:
         """Wait for it."""
 
+    def query(self) -> bool:
+        """Whether it has come."""
+
 
 class Slot:
     """Bytes of the ring, usable while lent."""
@@ -121,6 +124,7 @@ class SlotRing:
         spans = [slice(index * slot_bytes, (index + 1) * slot_bytes) for index in range(slots)]
         self._slots = [Slot(memory.array[span], memory.tensor[span]) for span in spans]
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._first: Slot | None = None  # of those that are free, where someone looked whether its copy has completed
         for slot in self._slots:
             self._free.put(slot)
 
@@ -139,13 +143,30 @@ class SlotRing:
 
     def take(self) -> Slot | None:
         """Borrow the next slot, once it is free and its last copy has completed; None when the ring was cancelled."""
-        slot = None if self._cancelled else self._free.get()
+        slot = None if self._cancelled else self._first or self._free.get()
+        self._first = None
         if slot is None or self._cancelled:
             self._free.put(None)  # for whoever else waits
             return None
         slot.settle(poison=self._poison)
         slot.lent = True
         return slot
+
+    def ready(self) -> bool:
+        """Whether `take` would give a slot without waiting; for a thread that alone takes slots.
+
+        Raises:
+            PrepDeviceError: if a copy failed.
+        """
+        if self._first is None and not self._cancelled:
+            with contextlib.suppress(queue.Empty):
+                self._first = self._free.get_nowait()
+        if self._first is None:
+            return False
+        try:
+            return self._first.copied is None or self._first.copied.query()
+        except RuntimeError as error:
+            raise PrepDeviceError(f"a copy out of a staging slot failed: {error}") from error
 
     def release(self, slot: Slot, copied: Completion | None) -> None:
         """Give a slot back.

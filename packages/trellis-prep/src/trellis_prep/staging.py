@@ -71,17 +71,24 @@ class BatchPlan:
 
 
 def plan_batches(
-    rows: Sequence[int], row_bytes: Sequence[Sequence[int]], staging: TrellisStaging, *, readers: int = 1
+    rows: Sequence[int],
+    row_bytes: Sequence[Sequence[int]],
+    staging: TrellisStaging,
+    *,
+    readers: int = 1,
+    slots: int | None = None,
 ) -> BatchPlan:
     """Cut a layer into batches of consecutive experts, and experts larger than a slot into parts of even size.
 
-    `SLOTS_PER_READER` slots for each reader share the bound, fewer where a row of tiles would not fit.
+    `SLOTS_PER_READER` slots for each reader share the bound; fewer where a row of tiles would not fit, or where that
+    lets a slot hold a whole expert and leaves more slots than readers.
 
     Args:
         rows: rows of tiles of each projection.
         row_bytes: `[experts][projections]`, bytes of a row.
         staging: the bounds.
         readers: threads that fill slots.
+        slots: most slots (default: `SLOTS_PER_READER` for each reader).
 
     Raises:
         PrepValueError: if an expert does not fit the bound ("insufficient"); names the expert, both numbers.
@@ -94,11 +101,10 @@ def plan_batches(
             f"{largest} bytes; give max_bytes of at least {largest} ({2 * largest} for two slots that hold one each)"
         )
     longest = max((max(sizes) for sizes in row_bytes), default=0)
-    slots = next(
-        count
-        for count in range(SLOTS_PER_READER * readers, 0, -1)
-        if count == 1 or staging.max_bytes // count >= longest
-    )
+    most = SLOTS_PER_READER * readers if slots is None else slots
+    slots = next(count for count in range(most, 0, -1) if count == 1 or staging.max_bytes // count >= longest)
+    if (whole := staging.max_bytes // max(largest, 1)) > readers:
+        slots = min(slots, whole)  # a few slots fewer, that hold a whole expert each
     room = staging.max_bytes // slots
     batches: list[Batch] = []
     first, size = 0, 0

@@ -5,13 +5,15 @@ Reads are positional (`pread`), so that a reader holds no more than what it aske
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ from trellis_format.errors import FormatTypeError, FormatValueError
 from trellis_format.files.header import FileIdentity, ShardHeader, TensorEntry
 from trellis_format.files.uring import thread_ring
 
-__all__ = ["ArrayView", "FileArray", "MemoryArray", "ShardReader"]
+__all__ = ["ArrayView", "FileArray", "FileRuns", "MemoryArray", "ShardReader"]
 
 MANY_BYTES = 1 << 20
 """Bytes from which a read is shared out over the kernel's workers."""
@@ -61,6 +63,15 @@ class ArrayView(ABC):
         Raises:
             FormatValueError: if the box is outside the array, the buffer has another size, or the file is short.
         """
+
+    def runs(self, box: tuple[slice, ...]) -> FileRuns | None:
+        """Where the bytes of a box lie in a file, and where they go in the order of `read_box`; None if not told.
+
+        Raises:
+            FormatValueError: if the box is outside the array.
+        """
+        self.box_shape(box)
+        return None
 
     def box_shape(self, box: tuple[slice, ...]) -> tuple[int, ...]:
         """Axis lengths of a box.
@@ -106,6 +117,32 @@ class MemoryArray(ArrayView):
             out.view(self.dtype).reshape(lengths)[...] = self._array[box]
 
 
+class FileRuns(NamedTuple):
+    """Runs of one length in a file, that make up a part of a tensor one after the other.
+
+    Attributes:
+        reader: of the file.
+        begin: byte of the file that places count from.
+        places: `[runs] int64`, first byte of each run; not to be written.
+        length: bytes of a run.
+        tensor: named in errors.
+        scatter: `[runs, segments] int64`, where the segments of each run, all of one length, go in the part; None where
+            runs follow each other.
+    """
+
+    reader: ShardReader
+    begin: int
+    places: npt.NDArray[np.int64]
+    length: int
+    tensor: str
+    scatter: npt.NDArray[np.int64] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return len(self.places) * self.length
+
+
 class ShardReader:
     """Positional reads from one shard, opened at the first read and checked to be the file that the header came from.
 
@@ -145,7 +182,7 @@ class ShardReader:
         Raises:
             FormatValueError: as `read_into`.
         """
-        descriptor, read, offset, done = self._open(), os.preadv, 0, 0
+        descriptor, read, offset, done = self.descriptor(), os.preadv, 0, 0
         try:
             if len(out) >= MANY_BYTES and (ring := thread_ring()) is not None:
                 places = np.fromiter(offsets, dtype=np.int64)
@@ -179,7 +216,21 @@ class ShardReader:
                 self._finalizer()
             self._descriptor = self._finalizer = None
 
-    def _open(self) -> int:
+    def count_if_unchanged(self, nbytes: int) -> bool:
+        """Count bytes that were read through `descriptor`, unless the file changed since its header was read."""
+        with contextlib.suppress(OSError):
+            if FileIdentity.of(os.fstat(self.descriptor())) == self.header.identity:
+                with self._lock:
+                    self.bytes_read += nbytes
+                return True
+        return False
+
+    def descriptor(self) -> int:
+        """The open file, for positional reads; `count_if_unchanged` belongs after them.
+
+        Raises:
+            FormatValueError: if the file cannot be opened, or is not the one that the header came from.
+        """
         with self._lock:
             if self._descriptor is None:
                 try:
@@ -238,11 +289,24 @@ class FileArray(ArrayView):
             FormatTypeError: if numpy has no dtype for the tensor's.
         """
         self._check_dtype()
-        lengths = self._check_out(box, out)
+        self._check_out(box, out)
         if not out.size:
             return
-        offsets, length = self._runs(box, lengths)
+        places, length = _places(self.shape, self.dtype.itemsize, tuple((part.start, part.stop) for part in box))
+        begin, count = self.entry.begin, len(places)
+        offsets = (begin + int(places[0]),) if count == 1 else (places + begin).tolist()
         self._reader.read_runs(offsets, length, out.data, self.entry.name)
+
+    def runs(self, box: tuple[slice, ...]) -> FileRuns:
+        """Where the bytes of a box lie; see `ArrayView.runs`.
+
+        Raises:
+            FormatTypeError: if numpy has no dtype for the tensor's.
+        """
+        self._check_dtype()
+        self.box_shape(box)
+        places, length = _places(self.shape, self.dtype.itemsize, tuple((part.start, part.stop) for part in box))
+        return FileRuns(self._reader, self.entry.begin, places, length, self.entry.name)
 
     def read_chunks(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of the tensor in order, in fresh arrays of at most `size` bytes; any dtype.
@@ -263,24 +327,31 @@ class FileArray(ArrayView):
                 tensor=self.entry.name,
             )
 
-    def _runs(self, box: tuple[slice, ...], lengths: tuple[int, ...]) -> tuple[list[int], int]:
-        """Offsets in the file of the contiguous runs of a box, in row-major order, and the bytes of one."""
-        axis = len(lengths)
-        run = self.dtype.itemsize
-        while axis and lengths[axis - 1] == self.shape[axis - 1]:  # trailing whole axes are contiguous
-            axis -= 1
-            run *= self.shape[axis]
-        stride = run
-        if axis:
-            axis -= 1
-            run *= lengths[axis]
-        if not axis:  # one run, as a share of whole tensors has: no arrays for a single number
-            return [self.entry.begin + (box[0].start or 0) * stride if box else self.entry.begin], run
-        offsets = np.array([self.entry.begin], dtype=np.int64)
+
+@lru_cache(maxsize=64)
+def _places(
+    shape: tuple[int, ...], itemsize: int, box: tuple[tuple[int | None, int | None], ...]
+) -> tuple[npt.NDArray[np.int64], int]:
+    """First bytes of the contiguous runs of a box that fits, in row-major order, and the bytes of one.
+
+    Boxes are kept since the same one is read of every expert.
+    """
+    starts = [start or 0 for start, _ in box]
+    lengths = [
+        (size if stop is None else stop) - start for start, (_, stop), size in zip(starts, box, shape, strict=True)
+    ]
+    axis, run = len(shape), itemsize
+    while axis and lengths[axis - 1] == shape[axis - 1]:  # trailing whole axes are contiguous
+        axis -= 1
+        run *= shape[axis]
+    places, stride = np.zeros(int(0 not in lengths), dtype=np.int64), run
+    if axis:
+        axis -= 1
+        run *= lengths[axis]
         for index in range(axis, -1, -1):
-            if index < len(box):
-                first = box[index].start or 0
-                places = np.arange(first, first + (1 if index == axis else lengths[index]), dtype=np.int64)
-                offsets = (places[:, None] * stride + offsets).reshape(-1)
-                stride *= self.shape[index]
-        return offsets.tolist(), run
+            count = 1 if index == axis else lengths[index]
+            rows = np.arange(starts[index], starts[index] + count, dtype=np.int64)
+            places = (rows[:, None] * stride + places).reshape(-1)
+            stride *= shape[index]
+    places.setflags(write=False)
+    return places, run

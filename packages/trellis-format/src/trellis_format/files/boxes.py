@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.files.arrays import ArrayView, MemoryArray
+from trellis_format.files.arrays import ArrayView, FileRuns, MemoryArray
 
 __all__ = ["BoxArray", "take_box"]
 
@@ -37,11 +37,15 @@ class BoxArray(ArrayView):
 
     def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
         """Read a box of the box into a buffer; see `ArrayView.read_box`."""
-        lengths = self._check_out(box, out)
+        self._whole.read_box(self._shifted(box, self._check_out(box, out)), out)
+
+    def runs(self, box: tuple[slice, ...]) -> FileRuns | None:
+        """Where the bytes of a box of the box lie; see `ArrayView.runs`."""
+        return self._whole.runs(self._shifted(box, self.box_shape(box)))
+
+    def _shifted(self, box: tuple[slice, ...], lengths: tuple[int, ...]) -> tuple[slice, ...]:
         starts = (origin + (part.start or 0) for origin, part in zip(self._origin, box, strict=True))
-        self._whole.read_box(
-            tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True)), out
-        )
+        return tuple(slice(start, start + size) for start, size in zip(starts, lengths, strict=True))
 
 
 def take_box(array: ArrayView, box: tuple[slice, ...]) -> ArrayView:

@@ -1,0 +1,157 @@
+"""Holds reads by threads of the kernel to the bytes of the files, to their ends, and to leaving no thread behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exl3_files import write_shard
+from trellis_format.files import pollers, reads
+from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
+from trellis_format.files.header import read_header
+from trellis_format.files.pollers import Pollers, have_pollers
+from trellis_format.files.reads import plan_reads
+
+needs_pollers = pytest.mark.skipif(not have_pollers(), reason="this system has no io_uring that polls, or forbids it")
+
+
+def kernel_threads() -> list[str]:
+    """Threads of the kernel that poll for this process; those that end have a moment for it."""
+    found: list[str] = []
+    for _ in range(200):
+        found = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # it has just ended
+                found += [name] if (name := path.read_text().strip()).startswith("iou-sqp") else []
+        if not found:
+            break
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def views(tmp_path: Path) -> Iterator[list[FileArray]]:
+    """Noise in two files."""
+    made, rng = [], np.random.default_rng(7)
+    for number in range(2):
+        codes = rng.integers(-(2**15), 2**15, (90, 70, 16), dtype=np.int16)
+        header = read_header(write_shard(tmp_path / f"{number}.safetensors", {"codes": codes}))
+        made.append(FileArray(ShardReader(header), header.entries["codes"]))
+    yield made
+    assert kernel_threads() == []
+
+
+def parts_of(views: list[FileArray]) -> tuple[list[FileRuns], bytes]:
+    """Whole arrays, 90 runs and some short ones of each file, and their bytes."""
+    words = slice(0, 16)
+    parts, expected = [], b""
+    for view in views:
+        for rows, columns in ((slice(0, 90), slice(0, 70)), (slice(0, 90), slice(3, 60)), (slice(5, 8), slice(9, 10))):
+            out = np.empty((rows.stop - rows.start) * (columns.stop - columns.start) * 32, dtype=np.uint8)
+            view.read_box((rows, columns, words), out)
+            parts.append(view.runs((rows, columns, words)))
+            expected += out.tobytes()
+    return parts, expected
+
+
+@needs_pollers
+@pytest.mark.parametrize("entries", [8, 1024])
+@pytest.mark.parametrize("long", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("count", [1, 3])
+def test_reads_fill_their_buffers_in_any_number_at_a_time(
+    views: list[FileArray], count: int, long: int, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pollers, "_ENTRIES", entries)
+    monkeypatch.setattr(reads, "LONG_BYTES", long)
+    monkeypatch.setattr(reads, "LONG_PIECE", 5000)
+    parts, expected = parts_of(views)
+    outs = [np.full(len(expected), 0xA5, dtype=np.uint8) for _ in range(5)]
+    with Pollers(count) as polled:
+        for _ in range(2):
+            for out in outs:
+                out.fill(0xA5)
+            tickets = [polled.start(plan_reads(parts, out.ctypes.data)) for out in outs]
+            for ticket, out in reversed(list(zip(tickets, outs, strict=True))):
+                polled.wait(ticket)
+                assert ticket.done
+                assert ticket.short_parts() == set()
+                assert out.tobytes() == expected
+
+
+@needs_pollers
+@pytest.mark.parametrize("long", [3000, 1 << 20])
+def test_parts_that_are_short_are_named(views: list[FileArray], long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "LONG_BYTES", long)
+    parts, expected = parts_of(views)
+    out = np.full(len(expected), 0xA5, dtype=np.uint8)
+    with Pollers(2) as polled:
+        planned = plan_reads(parts, out.ctypes.data)
+        os.truncate(views[1].file, os.path.getsize(views[1].file) - 1)
+        ticket = polled.start(planned)
+        polled.wait(ticket)
+        assert ticket.short_parts() == {3}
+    whole = parts[0].nbytes + parts[1].nbytes + parts[2].nbytes
+    assert out[:whole].tobytes() == expected[:whole]
+
+
+@needs_pollers
+def test_nothing_to_read_is_done_at_once(views: list[FileArray]) -> None:
+    with Pollers(1) as polled:
+        for parts in ([], [views[0].runs((slice(4, 4), slice(0, 70), slice(0, 16)))]):
+            ticket = polled.start(plan_reads(parts, 0))
+            assert ticket.done
+            polled.wait(ticket)
+
+
+@needs_pollers
+def test_leaving_waits_for_what_was_started(views: list[FileArray]) -> None:
+    parts, expected = parts_of(views)
+    out = np.full(len(expected), 0xA5, dtype=np.uint8)
+    with Pollers(2) as polled:
+        polled.start(plan_reads(parts, out.ctypes.data))
+    assert out.tobytes() == expected
+
+
+@needs_pollers
+def test_threads_that_slept_are_woken(views: list[FileArray]) -> None:
+    parts, expected = parts_of(views)
+    with Pollers(1) as polled:
+        for _ in range(3):
+            out = np.full(len(expected), 0xA5, dtype=np.uint8)
+            time.sleep(0.03)  # ten times as long as they look for work
+            polled.wait(polled.start(plan_reads(parts, out.ctypes.data)))
+            assert out.tobytes() == expected
+
+
+def test_a_system_that_gives_no_more_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, honest = [], pollers._Poller
+
+    def second() -> object:
+        if made:
+            raise OSError(errno.ENOMEM, "no more")
+        made.append(honest())
+        return made[0]
+
+    if have_pollers():
+        with monkeypatch.context() as patch:
+            patch.setattr(pollers, "_Poller", second)
+            with pytest.raises(OSError, match="no more"):
+                Pollers(2)
+        made.clear()
+        assert kernel_threads() == []
+    have_pollers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pollers.platform, "machine", lambda: "aarch64")
+        assert not have_pollers(), "stores may be seen in another order there"
+    have_pollers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pollers, "set_up_ring", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no")))
+        assert not have_pollers()
+    have_pollers.cache_clear()
