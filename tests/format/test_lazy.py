@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import trellis_format
-from trellis_format import detect, layer_source, lazy
+from trellis_format import detect, layer_source, lazy, source
 
 _INIT = """
 from trellis_format.lazy import lazy_names
@@ -63,6 +63,8 @@ def test_all_names_are_listed_before_they_are_loaded(package: ModuleType) -> Non
 def test_the_package_has_its_names() -> None:
     assert trellis_format.container_of is detect.container_of
     assert trellis_format.open_layer_source is layer_source.open_layer_source
+    assert trellis_format.TrellisSource is source.TrellisSource
+    assert all(getattr(trellis_format, name).__name__ == name for name in trellis_format.__all__)
 
 
 @pytest.mark.parametrize("module", ["trellis_format", "trellis_format.entry"])

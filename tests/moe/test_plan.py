@@ -222,6 +222,17 @@ def test_fused_on_a_gpu_take_the_fused_path(layer: Layer) -> None:
     assert again == plan
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_public_names_are_all_that_a_repr_needs(layer: Layer, device: str) -> None:
+    capacity = ExecutionCapacity(max_tokens=5000, top_k=3, token_counts=(1, 8))
+    limits = HOPPER if device == "cuda" else None
+    plan = plan_execution(plan_weights(layer.source), **declarations(capacity=capacity), device=device, limits=limits)
+    names: dict[str, Any] = {}
+    for package in ("trellis_format", "trellis_kernels.layers", "trellis_moe"):
+        exec(f"from {package} import *", names)
+    assert eval(repr(plan), names) == plan
+
+
 def test_dtypes_of_routes_reach_the_key(layer: Layer) -> None:
     routing = RoutingSpec(id_dtype="int32", weight_dtype="bfloat16")
     plan = plan_execution(plan_weights(layer.source), **declarations(routing=routing), device="cuda", limits=HOPPER)

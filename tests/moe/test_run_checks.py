@@ -65,9 +65,10 @@ def test_only_the_torch_backend_takes_other_dtypes_of_routes(layer: Layer, arena
         (lambda tensor: tensor.to(torch.float64), MoeTypeError, "got torch.float64"),
         (lambda tensor: tensor.to("meta"), MoeTypeError, "must be on cpu, got meta"),
         (lambda tensor: tensor[:, 1:], MoeValueError, r"must be \[4, \d+\], got \[4, \d+\]"),
+        (lambda tensor: tensor[0], MoeValueError, r"must have two axes, \[tokens, \d+\], got \[\d+\]"),
         (lambda tensor: torch.cat((tensor, tensor), 1)[:, ::2], MoeValueError, "must be contiguous, got strides"),
     ],
-    ids=["kind", "dtype", "device", "shape", "strides"],
+    ids=["kind", "dtype", "device", "shape", "axes", "strides"],
 )
 def test_each_tensor_is_refused_by_its_name(
     layer: Layer, arena: torch.Tensor, name: str, change: Any, kind: type[MoeError], words: str

@@ -76,6 +76,8 @@ class RunRules:
             raise MoeTypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
         if tensor.device != self._device:
             raise MoeTypeError(f"{name} must be on {self._device}, got {tensor.device}")
+        if tensor.ndim != 2:
+            raise MoeValueError(f"{name} must have two axes, [tokens, {shape[1]}], got {list(tensor.shape)}")
         if list(tensor.shape) != shape:
             raise MoeValueError(f"{name} must be {shape}, got {list(tensor.shape)}")
         raise MoeValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
