@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from prep.samples import extent_of, random_layer
+from prep.samples import extent_of, open_layer, random_layer, write_checkpoint
 from trellis_prep import TrellisStaging, plan_preparation
 from trellis_prep.devices import allocate
-from trellis_prep.loads import share_loads
+from trellis_prep.loads import lies_in_files, share_loads
 
 
 @pytest.mark.parametrize("max_bytes", [180_000, 400_000, 1 << 26])
@@ -41,6 +43,16 @@ def test_each_byte_is_written_once(max_bytes: int, blocks: int, gated: bool) -> 
     assert total == plan.layout.total_bytes
     for name, tensor in hits.items():
         assert (tensor.view(-1).view(torch.uint8) == 1).all(), name
+
+
+def test_codes_lie_in_files_or_do_not(tmp_path: Path) -> None:
+    layer = random_layer()
+    plan, empty = plan_preparation(layer[0]), plan_preparation(layer[0], extent=extent_of(384, 0, 0))
+    assert not lies_in_files(plan, layer[1])
+    checkpoint, _, weights = open_layer(write_checkpoint(tmp_path, layer))
+    with checkpoint:
+        assert lies_in_files(plan, weights)
+        assert not lies_in_files(empty, weights), "there is nothing to read"
 
 
 def test_codes_of_a_batch_go_in_one_copy_per_projection() -> None:

@@ -102,6 +102,21 @@ def test_parts_that_are_short_are_named(views: list[FileArray], long: int, monke
 
 
 @needs_pollers
+def test_what_is_in_no_cache_is_read_too(views: list[FileArray]) -> None:
+    parts, expected = parts_of(views)
+    for view in views:
+        with open(view.file, "rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    out = np.full(len(expected), 0xA5, dtype=np.uint8)
+    with Pollers(2) as polled:
+        ticket = polled.start(plan_reads(parts, out.ctypes.data))
+        polled.wait(ticket)
+    assert ticket.short_parts() == set()
+    assert out.tobytes() == expected
+
+
+@needs_pollers
 def test_nothing_to_read_is_done_at_once(views: list[FileArray]) -> None:
     with Pollers(1) as polled:
         for parts in ([], [views[0].runs((slice(4, 4), slice(0, 70), slice(0, 16)))]):
@@ -150,6 +165,10 @@ def test_a_system_that_gives_no_more_keeps_none(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(pollers.platform, "machine", lambda: "aarch64")
         assert not have_pollers(), "stores may be seen in another order there"
+    have_pollers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pollers, "_ANY_FILE", 0)
+        assert not have_pollers(), "the kernel would refuse each read"
     have_pollers.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(pollers, "set_up_ring", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no")))

@@ -8,6 +8,7 @@ order of stores, so there are pollers on x86-64 alone.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
@@ -29,6 +30,7 @@ __all__ = ["Pollers", "Ticket", "have_pollers"]
 
 _ENTRIES = 1024
 _POLLED, _CLAMP = 1 << 1, 1 << 4
+_ANY_FILE = 1 << 7
 _IDLE_MS = 2
 _NEED_WAKEUP, _WAKEUP, _GETEVENTS = 1, 1 << 1, 1
 _ENTRY = struct.Struct("<BBHiQQIIQ")
@@ -76,6 +78,9 @@ class _Poller:
     def __init__(self) -> None:
         self.fd, params = set_up_ring(_ENTRIES, _POLLED | _CLAMP, _IDLE_MS)
         self._close = weakref.finalize(self, os.close, self.fd)
+        if not params[5] & _ANY_FILE:
+            self._close()
+            raise OSError(errno.ENOSYS, "io_uring of a kernel before 5.11 polls for registered files alone")
         sq, cq = params[10:20], params[20:30]
         self._rings = mmap.mmap(self.fd, max(sq[6] + 4 * params[0], cq[5] + CQE.itemsize * params[1]))
         self._memory = mmap.mmap(self.fd, SQE.itemsize * params[0], offset=0x10000000)

@@ -1,0 +1,91 @@
+"""Holds the reads that parts take to writing each byte of them once, from its place to its place."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exl3_files import write_shard
+from trellis_format.files import reads
+from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
+from trellis_format.files.header import read_header
+from trellis_format.files.reads import Reads, plan_reads
+from trellis_format.files.uring import ASYNC, READ, READV
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> FileArray:
+    codes = np.random.default_rng(2).integers(-(2**15), 2**15, (12, 30, 16), dtype=np.int16)
+    header = read_header(write_shard(tmp_path / "x.safetensors", {"codes": codes}))
+    return FileArray(ShardReader(header), header.entries["codes"])
+
+
+def make(planned: Reads, content: bytes, nbytes: int) -> tuple[bytes, list[int]]:
+    """Do what reads say with loops, in a buffer at address 0, and count the writes of each byte."""
+    out, hits = bytearray(nbytes), [0] * nbytes
+
+    def write(place: int, offset: int, size: int) -> None:
+        out[place : place + size] = content[offset : offset + size]
+        for index in range(place, place + size):
+            hits[index] += 1
+
+    for _, offset, address, size in planned.long:
+        write(address, offset, size)
+    for entry, size in zip(planned.short, planned.sizes.tolist(), strict=True):
+        offset, address, length = (int(entry[name]) for name in ("offset", "address", "length"))
+        if entry["opcode"] == READ:
+            assert length == size
+            write(address, offset, length)
+            continue
+        assert entry["opcode"] == READV
+        words = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint64)), (length, 2))
+        assert int(words[:, 1].sum()) == size
+        for place, count in words.tolist():
+            write(place, offset, count)
+            offset += count
+    return bytes(out), hits
+
+
+@pytest.mark.parametrize("piece", [33, 1 << 20])
+@pytest.mark.parametrize("long", [1, 100, 1 << 20])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_each_byte_is_written_once(
+    view: FileArray, scattered: bool, long: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "LONG_BYTES", long)
+    monkeypatch.setattr(reads, "LONG_PIECE", piece)
+    words, parts, expected = slice(0, 16), [], b""
+    for rows, columns in ((slice(0, 12), slice(0, 30)), (slice(1, 12), slice(3, 7)), (slice(3, 3), slice(0, 30))):
+        out = np.empty((rows.stop - rows.start) * (columns.stop - columns.start) * 32, dtype=np.uint8)
+        view.read_box((rows, columns, words), out)
+        part: FileRuns = view.runs((rows, columns, words))
+        if scattered and part.nbytes:
+            part = part._replace(scatter=np.arange(out.size - 32, -1, -32).reshape(len(part.places), -1))
+            out = out.reshape(-1, 32)[::-1]
+        parts += [part, part]
+        expected += out.tobytes() * 2
+    planned = plan_reads(parts, 0)
+    found, hits = make(planned, Path(view.file).read_bytes(), len(expected))
+    assert found == expected
+    assert set(hits) == {1}
+    assert max([size for *_, size in planned.long], default=0) <= piece
+    owned = np.zeros(6, dtype=np.int64)
+    np.add.at(owned, np.array(planned.long_owners, dtype=np.int64), [size for *_, size in planned.long])
+    np.add.at(owned, planned.owners, planned.sizes)
+    assert owned.tolist() == [part.nbytes for part in parts]
+    assert {int(entry["fd"]) for entry in planned.short} | {read[0] for read in planned.long} == {
+        parts[0].reader.descriptor()
+    }
+
+
+def test_entries_are_the_long_ones_for_workers_and_then_the_short_ones(view: FileArray) -> None:
+    box = (slice(0, 12), slice(2, 9), slice(0, 16))
+    planned = plan_reads([view.runs(box), view.runs((slice(0, 12), slice(0, 30), slice(0, 16)))], 4096)
+    entries = planned.entries()
+    assert entries["flags"].tolist() == [ASYNC] + [0] * 12
+    assert entries["length"].tolist() == [12 * 30 * 32] + [7 * 32] * 12
+    assert entries["address"].tolist() == [4096 + 12 * 7 * 32, *range(4096, 4096 + 12 * 7 * 32, 7 * 32)]
+    assert plan_reads([], 0).entries().size == 0
