@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from moe.samples import LAWS, make_layer
+from moe.samples import LAWS, Layer, make_layer
+from slot_files import random_linears
 from trellis_format.codebooks import CODEBOOKS
 from trellis_format.rates import Rate
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.layers import DeviceLimits
-from trellis_moe import ActivationSpec, ExecutionCapacity, MoeUnsupportedError, plan_execution, plan_weights
+from trellis_moe import (
+    ActivationSpec,
+    ExecutionCapacity,
+    MoeUnsupportedError,
+    RoutingSpec,
+    plan_execution,
+    plan_weights,
+)
 from trellis_moe.support import (
     LAUNCHES,
     TESTED_ON,
@@ -22,6 +30,7 @@ from trellis_moe.support import (
     support_row,
     support_table,
 )
+from trellis_prep import even_extents
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -34,7 +43,7 @@ def test_the_readme_shows_the_table() -> None:
 
 
 def test_every_codebook_launch_and_target_has_its_place() -> None:
-    files, runs, legend = support_table().split("\n\n")
+    files, runs, _, legend = support_table().split("\n\n")
     assert all(files.count(f"| `{name}` |") == 1 for name in CODEBOOKS)
     assert all(f"| `{name}` | {launch} |" in runs for name in CODEBOOKS for launch in LAUNCHES)
     assert all(f"`{arch}`" in runs.splitlines()[0] for arch in ARCHS)
@@ -60,6 +69,32 @@ def test_table_says_what_a_plan_takes(codebook: str, arch: str) -> None:
                 limits=DeviceLimits(arch, 132),
             )
             assert plan.variants[-1].path == launch_path(codebook, rate.half_bits, arch, tokens)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_table_says_what_a_plan_takes_of_layers_that_are_not_plain(arch: str) -> None:
+    sizes = {"hidden": 512, "intermediate": 512, "codebook": "mul1", "rates": (3,)}
+    transformed = Layer(*random_linears(experts=8, transform=True, **sizes))
+    plain = Layer(*random_linears(experts=8, **sizes))
+    _, _, others, _ = support_table().split("\n\n")
+    header, _, *rows = (line.strip("| ").split(" | ") for line in others.splitlines())
+    cases = [
+        (transformed, RoutingSpec(), {"transformed": True}),
+        (plain, RoutingSpec(apply_router_weight_on_input=True), {"weighs_input": True}),
+    ]
+    assert len(rows) == len(cases) * len(LAUNCHES)
+    for index, (layer, routing, kind) in enumerate(cases):
+        for tokens, row in zip(LAUNCHES.values(), rows[index * len(LAUNCHES) :], strict=False):
+            plan = plan_execution(
+                plan_weights(layer.source, even_extents(512, 2)[0]),
+                activation=ActivationSpec(nonlinearity=LAWS[0], io_dtype="bfloat16"),
+                capacity=ExecutionCapacity(max_tokens=tokens, top_k=2),
+                routing=routing,
+                device="cuda",
+                limits=DeviceLimits(arch, 132),
+            )
+            assert plan.variants[-1].path == launch_path("mul1", 6, arch, tokens, **kind) == "op_by_op"
+            assert row[header.index(f"`{arch}`")].endswith(" op by op")
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from trellis_format.extent import TrellisExtent
 from trellis_format.rate_table import RateTable
 from trellis_format.rates import Rate
 from trellis_format.source import CodeLayout, ExpertGeometry, TrellisSource
+from trellis_format.transform import ExpertTransform
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.layers import DeviceLimits
 from trellis_moe.errors import MoeUnsupportedError
 from trellis_moe.fused import FUSED_NAMES, Declarations, choose_fused
 from trellis_moe.specs import ActivationSpec, ExecutionCapacity, RoutingSpec
+from trellis_prep import even_extents
 
 __all__ = ["LAUNCHES", "TESTED_ON", "check_support", "launch_path", "support_row", "support_table"]
 
@@ -32,18 +34,22 @@ _PATHS = dict.fromkeys(FUSED_NAMES.values(), "fused") | {"op_by_op": "op by op"}
 _FILES = ("EXL3", "exl3-v1", "native")
 _TESTED, _COMPILED, _ABSENT = "●", "○", "-"
 
-_BESIDES = (
-    "Experts under an intermediate Hadamard of blocks 512 and 128 run one op after the other, on a CPU or a GPU.",
-    "Refused when a file is described: two rates within a pair of planes, grouped rates, other Hadamard blocks.",
-)
+_LIKE = "mul1"  # the codebook that the rows of other layers are made with
+_OTHERS = {
+    "experts under an intermediate Hadamard of blocks 512 and 128": {"transformed": True},
+    "route weights on what experts take": {"weighs_input": True},
+}
+_REFUSED = "two rates within a pair of planes, rates in groups, a Hadamard of other blocks"
 
 
 def support_table() -> str:
-    """The tables as Markdown: which file may hold which K, then what a launch takes on each target, and the marks."""
+    """The tables as Markdown: which file may hold which K, what plain and other layers take on a target, the marks."""
     files = [("K of", *_FILES), *((f"`{name}`", *_stored(name)) for name in CODEBOOKS)]
     runs = [("codebook", "tokens", "CPU", *(f"`{arch}`" for arch in ARCHS))]
     runs += [(f"`{name}`", launch, *_run(name, launch)) for name in CODEBOOKS for launch in LAUNCHES]
-    return "\n\n".join((_markdown(files), _markdown(runs), _legend()))
+    others = [("layers", *runs[0][1:])]
+    others += [(what, launch, *_run(_LIKE, launch, **kind)) for what, kind in _OTHERS.items() for launch in LAUNCHES]
+    return "\n\n".join((_markdown(files), _markdown(runs), _markdown(others), _legend()))
 
 
 def support_row(codebook: str) -> str:
@@ -54,18 +60,23 @@ def support_row(codebook: str) -> str:
 
 
 @lru_cache
-def launch_path(codebook: str, half_bits: int, arch: str, tokens: int) -> str:
-    """The path of a launch of a plain layer: `moe_small`, `prefill` or `op_by_op`.
+def launch_path(
+    codebook: str, half_bits: int, arch: str, tokens: int, *, transformed: bool = False, weighs_input: bool = False
+) -> str:
+    """The path of a launch of a layer: `moe_small`, `prefill` or `op_by_op`.
 
     Args:
         codebook: its name.
         half_bits: 2K.
         arch: a key of `ARCHS`.
         tokens: of the launch.
+        transformed: whether its experts are under an intermediate Hadamard, of which a rank holds a half.
+        weighs_input: whether route weights multiply what experts take.
     """
     from trellis_moe.plan import WeightPlan  # which reads this module's refusals
 
-    extent = TrellisExtent.whole(512)
+    whole = TrellisExtent.whole(512)
+    extent = even_extents(512, 2)[0] if transformed else whole
     source = TrellisSource(
         codebook=codebook,
         geometry=ExpertGeometry(
@@ -77,12 +88,14 @@ def launch_path(codebook: str, half_bits: int, arch: str, tokens: int) -> str:
         ),
         rates=RateTable.uniform(Rate(half_bits)),
         layout=CodeLayout.EXL3_LINEAR,
-        extent=extent,
+        extent=whole,
+        joint_input_scales=transformed,
+        expert_transform=ExpertTransform() if transformed else None,
     )
     declared = Declarations(
         weights=WeightPlan(source=source, extent=extent),
         activation=ActivationSpec(nonlinearity=Activation("silu"), io_dtype="bfloat16"),
-        routing=RoutingSpec(),
+        routing=RoutingSpec(apply_router_weight_on_input=weighs_input),
         capacity=ExecutionCapacity(max_tokens=tokens, top_k=2),
         limits=DeviceLimits(arch, 132),
     )
@@ -128,16 +141,16 @@ def _container_rates(codebook: str) -> str:
     return rates_text(held) if held else _ABSENT
 
 
-def _run(codebook: str, launch: str) -> tuple[str, ...]:
+def _run(codebook: str, launch: str, **kind: bool) -> tuple[str, ...]:
     """What a launch takes on the CPU and on each target."""
-    return f"{_TESTED} {_PATHS['op_by_op']}", *(_cell(codebook, launch, arch) for arch in ARCHS)
+    return f"{_TESTED} {_PATHS['op_by_op']}", *(_cell(codebook, launch, arch, **kind) for arch in ARCHS)
 
 
-def _cell(codebook: str, launch: str, arch: str) -> str:
+def _cell(codebook: str, launch: str, arch: str, **kind: bool) -> str:
     rates = CODEBOOKS[codebook].legal_rates
     paths: dict[str, list[Rate]] = {}
     for rate in rates:
-        path = _PATHS[launch_path(codebook, rate.half_bits, arch, LAUNCHES[launch])]
+        path = _PATHS[launch_path(codebook, rate.half_bits, arch, LAUNCHES[launch], **kind)]
         paths.setdefault(path, []).append(rate)
     whole = len(paths) == 1
     parts = (path if whole else f"{path} at K {rates_text(taken)}" for path, taken in paths.items())
@@ -149,7 +162,8 @@ def _legend() -> str:
     return (
         f"{_TESTED} tested, {gpus}; {_COMPILED} compiled for that target, and not run on such a GPU. *fused*: few "
         f"launches for a layer; *op by op*: one kernel after another, on a CPU in torch. *few* is {LAUNCHES['few']} "
-        f"token, *many* {LAUNCHES['many']}, of a layer of 8 experts; `plan.explain()` says it for any other."
+        f"token, *many* {LAUNCHES['many']}, of a layer of 8 experts; `plan.explain()` says it for any other. Refused "
+        f"when a file is described: {_REFUSED}."
     )
 
 
