@@ -130,7 +130,8 @@ def test_runs_are_the_bytes_in_the_file_and_where_they_go(tmp_path: Path, gated:
     source, weights = as_rows(layer)
     with LayerFile(write_shard(tmp_path / "a.safetensors", {"codes": weights.codes.read()})) as file:
         rows = dataclasses.replace(weights, codes=file.tensors["codes"])
-        reader, content = LinearReader(source, rows, share), Path(file.path).read_bytes()
+        reader, content = LinearReader(source, rows, share), Path(file.path).read_bytes()  # experts of two rates
+        assert (len({runs.length for expert in range(3) if (runs := reader.runs(expert, 0))}) > 1) == (count > 0)
         for expert, index in itertools.product(range(3), range(len(source.geometry.projections))):
             expected = sliced(layer, expert, index, share)
             runs = reader.runs(expert, index)

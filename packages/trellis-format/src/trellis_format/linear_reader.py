@@ -177,6 +177,7 @@ class LinearReader:
         self._offsets = section_offsets(source) if isinstance(weights.codes, ArrayView) else None
         first = source.extent.first_channel
         self._share = slice((extent.first_channel - first) // TILE, (extent.end_channel - first) // TILE)
+        self._known: dict[tuple[int, int, int, int | None], tuple[FileRuns | None, int]] = {}
         self._down = [projection is Projection.DOWN for projection in source.geometry.projections]
 
     def read(
@@ -203,8 +204,16 @@ class LinearReader:
         Raises:
             FormatValueError: if rows are outside the share.
         """
-        view, box = self._box(expert, projection, first, end)
-        return view.runs(box)
+        if self._offsets is None:
+            view, box = self._box(expert, projection, first, end)
+            return view.runs(box)
+        place = int(self._offsets[expert * len(self._down) + projection])
+        key = (projection, self._source.rates.half_bits_of(expert, projection), first, end)
+        if key not in self._known:  # experts of one rate differ in where their sections begin
+            view, box = self._box(expert, projection, first, end)
+            self._known[key] = view.runs(box), place
+        runs, known_place = self._known[key]
+        return None if runs is None else runs._replace(begin=runs.begin + place - known_place)
 
     def _box(
         self, expert: int, projection: int, first: int, end: int | None

@@ -91,8 +91,12 @@ class RateTable:
 
     def rate(self, expert: int, projection: int) -> Rate:
         """K of one expert's linear; both arguments are indices."""
+        return Rate(self.half_bits_of(expert, projection))
+
+    def half_bits_of(self, expert: int, projection: int) -> int:
+        """2K of one expert's linear; both arguments are indices."""
         row = self.half_bits[expert if len(self.half_bits) > 1 else 0]
-        return Rate(row[projection if len(row) > 1 else 0])
+        return row[projection if len(row) > 1 else 0]
 
     def distinct(self) -> tuple[Rate, ...]:
         """The rates that occur, ascending."""

@@ -63,35 +63,68 @@ def plan_reads(parts: Sequence[FileRuns], address: int) -> Reads:
     Raises:
         FormatValueError: if a file cannot be opened, or is not the one that its header came from.
     """
-    reads, short = Reads(), []
+    reads, groups = Reads(), list[_Group]()
     for index, part in enumerate(parts):
         if part.scatter is None and (part.length >= LONG_BYTES or len(part.places) <= _FEW_RUNS):
             _cut(reads, index, part, address)
+        elif groups and groups[-1].takes(part):
+            groups[-1].add(index, part, address)
         else:
-            short.append((index, part, address))
+            groups.append(_Group(index, part, address))
         address += part.nbytes
-    if not short:
+    if not groups:
         return reads
-    counts = [len(part.places) for _, part, _ in short]
-    reads.short, reads.sizes = np.zeros(sum(counts), dtype=SQE), np.empty(sum(counts), dtype=np.int64)
-    reads.owners = np.repeat([index for index, _, _ in short], counts)
+    reads.short = np.zeros(sum(group.count for group in groups), dtype=SQE)
     first = 0
-    for (_, part, at), count in zip(short, counts, strict=True):
-        entries = reads.short[first : first + count]
-        entries["fd"], entries["offset"] = part.reader.descriptor(), part.places + part.begin
-        reads.sizes[first : first + count] = part.length
-        if part.scatter is None:
-            entries["opcode"], entries["length"] = READ, part.length
-            entries["address"] = np.arange(at, at + count * part.length, part.length) if part.length else at
-        else:
-            segments = part.scatter.shape[1]
-            vectors = np.empty(part.scatter.shape, dtype=_SEGMENT)
-            vectors["address"], vectors["length"] = part.scatter + at, part.length // segments
-            entries["opcode"], entries["length"] = READV, segments
-            entries["address"] = vectors.ctypes.data + np.arange(count) * (segments * _SEGMENT.itemsize)
-            reads.held.append(vectors)
-        first += count
+    for group in groups:
+        group.write(reads.short[first : first + group.count], reads.held)
+        first += group.count
+    reads.sizes = np.repeat([group.part.length for group in groups], [group.count for group in groups])
+    reads.owners = np.concatenate([np.repeat(group.indices, len(group.part.places)) for group in groups])
     return reads
+
+
+class _Group:
+    """Parts whose runs lie alike, as those of one projection of several experts do: their reads are made at a time."""
+
+    def __init__(self, index: int, part: FileRuns, address: int) -> None:
+        self.part = part
+        self.indices, self.addresses = [index], [address]
+        self.begins, self.descriptors = [part.begin], [part.reader.descriptor()]
+
+    @property
+    def count(self) -> int:
+        """Reads of all parts."""
+        return len(self.indices) * len(self.part.places)
+
+    def takes(self, part: FileRuns) -> bool:
+        """Whether a part is like those that it has."""
+        own = self.part
+        return part.places is own.places and part.scatter is own.scatter and part.length == own.length
+
+    def add(self, index: int, part: FileRuns, address: int) -> None:
+        """Take one more."""
+        self.indices.append(index)
+        self.addresses.append(address)
+        self.begins.append(part.begin)
+        self.descriptors.append(part.reader.descriptor())
+
+    def write(self, entries: npt.NDArray[np.void], held: list[npt.NDArray[np.void]]) -> None:
+        """Write down the reads, and keep what they point to."""
+        part, addresses = self.part, np.array(self.addresses, dtype=np.int64)
+        table = entries.reshape(len(self.indices), -1)
+        table["fd"] = np.array(self.descriptors)[:, None]
+        table["offset"] = np.array(self.begins, dtype=np.int64)[:, None] + part.places
+        if part.scatter is None:
+            table["opcode"], table["length"] = READ, part.length
+            table["address"] = addresses[:, None] + np.arange(len(part.places)) * part.length
+            return
+        segments = part.scatter.shape[1]
+        vectors = np.empty((len(addresses), *part.scatter.shape), dtype=_SEGMENT)
+        vectors["address"], vectors["length"] = addresses[:, None, None] + part.scatter, part.length // segments
+        table["opcode"], table["length"] = READV, segments
+        entries["address"] = vectors.ctypes.data + np.arange(len(entries)) * (segments * _SEGMENT.itemsize)
+        held.append(vectors)
 
 
 def _cut(reads: Reads, index: int, part: FileRuns, address: int) -> None:
