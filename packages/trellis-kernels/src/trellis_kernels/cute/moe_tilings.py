@@ -52,8 +52,8 @@ class Choice:
     direct: bool = False
 
 
-def _ring(slices: int = 2, *, split: int = 1, blocks: int = 1, stages: int = 3) -> Tiling:
-    return Tiling(blocks=blocks, slices=slices, split=split, stages=stages, resident=1, in_shared=True)
+def _ring(slices: int = 2, *, split: int = 1, blocks: int = 1, stages: int = 3, most: int = 0) -> Tiling:
+    return Tiling(blocks=blocks, slices=slices, split=split, stages=stages, resident=1, in_shared=True, most=most)
 
 
 def _bound(slices: int, resident: int, *, split: int = 1) -> Tiling:
@@ -61,14 +61,14 @@ def _bound(slices: int, resident: int, *, split: int = 1) -> Tiling:
     return Tiling(slices=slices, split=split, stages=2, resident=resident, in_shared=True)
 
 
-def _free(slices: int = 2, *, split: int = 1, blocks: int = 1) -> Tiling:
+def _free(slices: int = 2, *, split: int = 1, blocks: int = 1, most: int = 0) -> Tiling:
     """Steps in registers, as many of them as the compiler likes: a bound on registers makes it use and spill them."""
-    return Tiling(blocks=blocks, slices=slices, split=split, resident=1)
+    return Tiling(blocks=blocks, slices=slices, split=split, resident=1, most=most)
 
 
 _MEASURED: dict[Shape, dict[int, Choice]] = {
     Shape("sm_90a", "bytes", "mul1", 4096, 1408, 128, 8): {
-        1: Choice(_ring(split=3), _ring(4, blocks=2), direct=True),
+        1: Choice(_ring(split=3, most=2), _ring(4, blocks=2), direct=True),
         8: Choice(_bound(2, 3), _bound(2, 6)),
         32: Choice(_bound(1, 5), _bound(2, 5)),
     },
@@ -85,7 +85,7 @@ _MEASURED: dict[Shape, dict[int, Choice]] = {
         128: Choice(_ring(1), _ring(), 2),
     },
     Shape("sm_90a", "bytes", "mul1", 2048, 768, 128, 8): {
-        1: Choice(_free(split=5), _free(4), direct=True),
+        1: Choice(_free(1, split=8, most=3), _free(4), direct=True),
         8: Choice(_free(1, split=3), _free()),
         32: Choice(_bound(2, 3), _bound(2, 6)),
     },
@@ -96,19 +96,19 @@ _MEASURED: dict[Shape, dict[int, Choice]] = {
         128: Choice(_ring(1, stages=2), _ring(1, stages=2), 2),
     },
     Shape("sm_90a", "unrounded", "mul1", 2048, 768, 128, 8): {
-        1: Choice(_free(split=5), _free(4), direct=True),
+        1: Choice(_free(split=5, most=2), _free(4, most=1), direct=True),
         8: Choice(_ring(1, split=3), _ring()),
         32: Choice(_ring(), _ring()),
         128: Choice(_ring(1), _ring(), 2),
     },
     Shape("sm_90a", "exact", "mcg", 2048, 768, 128, 8): {
-        1: Choice(_ring(split=5, stages=4), _ring(6), direct=True),
+        1: Choice(_free(1, split=8, most=3), _ring(4, most=1), direct=True),
         8: Choice(_free(1, split=3), _free()),
         32: Choice(_ring(), _ring()),
         128: Choice(_bound(1, 5), _bound(2, 5), 2),
     },
     Shape("sm_90a", "exact", "mcg", 7168, 256, 256, 8): {
-        1: Choice(_ring(split=8), _ring(blocks=2), direct=True),
+        1: Choice(_ring(4, split=8, most=1), _ring(1, blocks=4, most=1), direct=True),
         8: Choice(_ring(split=7), _ring()),
         32: Choice(_ring(), _ring(1, blocks=2)),
         128: Choice(_ring(), _ring(1, blocks=2)),
