@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
@@ -57,6 +58,20 @@ def test_transformers_reports_linears_that_the_model_has_no_module_for(
     _, found = load(tmp_path, output_loading_info=True)
     assert "model.layers.1.self_attn.k_proj.trellis" not in found["missing_keys"]
     assert all(name.startswith("model.layers.1.") for name in found["unexpected_keys"])
+
+
+def test_a_tensor_of_another_shape_is_refused_by_its_name(models: Models, tmp_path: Path) -> None:
+    path, gate = models("qwen3_moe")[0], "model.layers.0.mlp.gate.weight"
+    tensors = load_file(path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(path / "config.json")
+    save_file(tensors | {gate: tensors[gate][:2].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((MoeValueError, RuntimeError)):  # of this package where transformers loads it all the same
+        load(tmp_path)
+    quantizer = Exl3Quantizer(Exl3Config())
+    model = torch.nn.Linear(3, 5)
+    quantizer._shapes = {"weight": (5, 4), "bias": (5,), "gone": (1,)}
+    with pytest.raises(MoeValueError, match=r"weight has shape \[5, 3\] in the checkpoint, \[5, 4\] in the model"):
+        quantizer._check_shapes(model)
 
 
 def test_several_devices_are_refused() -> None:

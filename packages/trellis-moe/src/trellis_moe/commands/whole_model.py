@@ -195,7 +195,7 @@ def load_whole(
 
 def _check_loaded(path: Path, model: str, found: dict[str, Any]) -> None:
     for name, stored, wanted in sorted(found["mismatched_keys"]):
-        raise MoeValueError(f"{path}: {name} has shape {list(stored)}, in {model} {list(wanted)}")
+        raise MoeValueError(f"{path}: {name} has shape {list(stored)} in the checkpoint, {list(wanted)} in the model")
     missing = sorted(found["missing_keys"])
     if missing:
         raise MoeValueError(

@@ -49,6 +49,7 @@ class Exl3Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is an ex
         self._options: TrellisOptions = current_options()
         self._checkpoint: Checkpoint | None = None
         self._skeleton: Skeleton | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def validate_environment(self, *_given: Any, device_map: Any = None, **_keywords: Any) -> None:
         if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
@@ -79,14 +80,23 @@ class Exl3Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is an ex
         except BaseException:
             self._checkpoint.close()
             raise
+        self._shapes = _shapes(model)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | self._skeleton.ignored_patterns()
 
     def _process_model_after_weight_loading(self, model: Any, **_keywords: Any) -> Any:
         assert self._checkpoint is not None and self._skeleton is not None  # noqa: PT018  # set together, before
         with self._checkpoint:
+            self._check_shapes(model)
             fill_modules(model, self._skeleton, self._options)
         return model
+
+    def _check_shapes(self, model: Any) -> None:
+        """Refuse tensors of other shapes than the model's, which some releases of transformers load all the same."""
+        for name, shape in _shapes(model).items():
+            wanted = self._shapes.get(name, shape)
+            if shape != wanted:
+                raise MoeValueError(f"{name} has shape {list(shape)} in the checkpoint, {list(wanted)} in the model")
 
     def is_serializable(self, *_given: Any, **_keywords: Any) -> bool:
         return False
@@ -98,3 +108,7 @@ class Exl3Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is an ex
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
