@@ -1,4 +1,4 @@
-"""Owns what all tests share: the hypothesis profile, the test data option, and the rule for tests that need a GPU.
+"""Owns what all tests share: hypothesis profile, test data option, Ctrl-C, and the rule for tests that need a GPU.
 
 It must not import torch itself, since the tests of trellis-format run where torch is absent.
 """
@@ -6,6 +6,7 @@ It must not import torch itself, since the tests of trellis-format run where tor
 from __future__ import annotations
 
 import functools
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ settings.load_profile("trellis")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--data`, the folder with the checkpoints and outputs that tests read."""
     parser.addoption("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help="test data; default: tests/data")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt where a shell told its background jobs to ignore it: tests send it, to children too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache
