@@ -63,8 +63,12 @@ class NumpyWarp:
         sums = [halves(value)[..., 0] + halves(value)[..., 1] for value in (first, second)]
         return np.stack(sums, axis=-1).view(np.uint32)[..., 0]
 
-    def dot_ones(self, value: Lanes, addend: int) -> Lanes:
-        return value.view(np.uint8).reshape(-1, 4).sum(axis=1).astype(np.uint32) + np.uint32(addend)
+    def dot_ones(self, value: Lanes, addend: int, factor: int = 1) -> Lanes:
+        sums = np.ascontiguousarray(value)[..., None].view(np.uint8).sum(axis=-1).astype(np.uint32)
+        return sums * np.uint32(factor) + np.uint32(addend)
+
+    def take_half(self, value: Lanes, half: int) -> Lanes:
+        return value >> np.uint32(16 * half) & np.uint32(0xFFFF)
 
     def join_low_halves(self, low: Lanes, high: Lanes) -> Lanes:
         return low + (high << np.uint32(16))

@@ -1,8 +1,8 @@
 """Owns the decode ceiling: kernels that decode, fold and store almost nothing, which bound every GEMM over codes.
 
-It must not be used for results.  A lane cuts and decodes what it does in the few-row GEMM and folds weights by the one
-product that no GEMM is without, with ones.  One variant reads each tile from memory once; the other decodes what it
-read first over and over, so that no memory is in the way.
+It must not be used for results.  A lane cuts and decodes what it does in the few-row GEMM, so what is missing is the
+product with rows alone.  One variant reads each tile from memory once; the other decodes what it read first over and
+over, so that no memory is in the way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32
+from cutlass import Constexpr, Int32, Int64, Uint32
 
 from trellis_format.codebooks import get_codebook
 from trellis_format.rates import TILE_WEIGHTS, Rate
@@ -30,8 +30,6 @@ __all__ = ["CeilingKey", "build", "launch_ceiling"]
 _WARPS = 4
 _BLOCKS_PER_SM = 4
 _STEP_TILES = STRIP_TILES * STEP_TILES  # the next step's words are loaded while these are decoded
-_ONES = 0x3C003C00  # fp16 pair
-_NEVER = 1.0e30  # no sum of weights
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,15 @@ def _load(r_words: Any, g_share: Int64, share: Share) -> None:
             r_words[first + index] = loaded[index]
 
 
-def _fold(r_sums: Any, words: list[Uint32], share: Share, lane: Int32, codebook: str) -> None:
-    """Decode every window of a step into the sums of a product."""
-    ones = [primitives.word_of(_ONES)] * 2
+def _fold(words: list[Uint32], share: Share, lane: Int32, codebook: str, total: Uint32) -> Uint32:
+    """Decode every window of a step into one word."""
     for piece in range(share.pieces):
         own = words[piece * share.words : (piece + 1) * share.words]
-        decoded = pairs_of(Piece(own.__getitem__, share, lane), share, codebook, Int32(0))
-        for pair in decoded:
-            pairs = [pair, *(next(decoded) for _ in range(3))]
-            fragment = [pairs[0], pairs[2], pairs[1], pairs[3]]
-            sums = gemm_primitives.multiply_halves(fragment, ones, [r_sums[z] for z in range(4)])
-            for z in range(4):
-                r_sums[z] = sums[z]
+        for pair in pairs_of(Piece(own.__getitem__, share, lane), share, codebook, Int32(0)):
+            total = total ^ pair
+        if share.pieces > 1:  # from the lane itself: the assembler would decode all pieces at once, and spill
+            total = gemm_primitives.pull_from_lane(total, lane)
+    return total
 
 
 @cute.kernel
@@ -104,8 +99,8 @@ def _ceiling_kernel(
     warps = blocks * _WARPS
     lane_bytes = 4 * share.step_words
     r_words = cute.make_rmem_tensor(cute.make_layout(share.step_words), Uint32)
-    r_sums = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-    r_sums.fill(0)
+    r_total = cute.make_rmem_tensor(cute.make_layout(1), Uint32)
+    r_total[0] = Uint32(0)
     g_lane = codes + Int64(lane * lane_bytes)
     _load(r_words, g_lane + Int64(cutlass.min(warp, steps - 1)) * (LANES * lane_bytes), share)
     for step in cutlass.range(warp, steps, warps, unroll=1):
@@ -116,10 +111,9 @@ def _ceiling_kernel(
         else:
             for index in cutlass.range_constexpr(share.step_words):
                 r_words[index] = words[index] + Uint32(0x01010101)
-        _fold(r_sums, words, share, lane, codebook)
-    total = r_sums[0] + r_sums[1] + r_sums[2] + r_sums[3]
-    if total == Float32(_NEVER):  # keeps the sums alive, and stores next to nothing
-        gemm_primitives.store_floats(out, [total] * 4)
+        r_total[0] = _fold(words, share, lane, codebook, r_total[0])
+    if r_total[0] == Uint32(0x12345678):  # keeps the sum alive, and stores next to nothing
+        primitives.store_global_16_bytes(out, [r_total[0]] * 4, None)
 
 
 @cute.jit

@@ -65,6 +65,10 @@ class DeviceCodebook(ABC):
         plain = primitives.multiply_add(word, self.multiplier, addend)
         return primitives.multiply_add_word(above, -(1 << 16), plain)
 
+    def hash_half(self, word: Uint32, half: int) -> Uint32:
+        """The hash of the state in the low (0) or the upper (1) half of a register."""
+        return primitives.multiply_add(primitives.take_half(word, half), self.multiplier, self.addend)
+
     @abstractmethod
     def finish_pair(self, first: Uint32, second: Uint32) -> Uint32:
         """Two hashes to the exact fp16 pair {weight of first, weight of second}, first in the low half."""
@@ -138,8 +142,8 @@ class _MCG(_SummedHalves):
 class _Mul1(DeviceCodebook):
     """One byte sum a weight, and one join and one fused multiply-add a pair.
 
-    An integer product doubles the byte sums S of four weights.  2 S as the bits of an fp16 is 2 S * 2^-24, also where
-    it is normal, so a product of those with a multiple of the scale, and the bias, is the law without its 1024.
+    Twice a byte sum S as the bits of an fp16 is 2 S * 2^-24, also where that is normal.  So a product of four weights'
+    2 S with a multiple of the scale, plus the bias, is the law without its 1024, and joins them.
     """
 
     name = Mul1.name
@@ -165,10 +169,9 @@ class _Mul1(DeviceCodebook):
         return [pairs[place] for place in range(0, 8, 2)]
 
     def _finish_by_products(self, fours: list[list[Uint32]], lane: Int32) -> list[list[Uint32]]:
-        twos = primitives.own_columns(lane, 0x02020202)
         scale, bias = _bits(_half(SCALE_BITS) * 2.0**23), _bits(1024.0 * _half(SCALE_BITS) + _half(BIAS_BITS))
         scales = primitives.own_columns(lane, scale)
-        doubled = [primitives.multiply_bytes_plain(four, twos) for four in fours]
+        doubled = [[primitives.dot_ones(four[index], 0, factor=2) for index in (0, 2, 1, 3)] for four in fours]
         return [primitives.multiply_halves_to_halves(four, scales, bias) for four in doubled]
 
 

@@ -83,10 +83,10 @@ def load_share(r_words: Any, stage: int, g_share: Int64, share: Share) -> None:
 def multiply_cost(codebook: str, arithmetic: str) -> float:
     """Of a shift by multiplication against a funnel shift.
 
-    The pipe of permutes, shifts and logic is the bottleneck except for exact mul1, which multiplies as much.
+    The pipe of permutes, shifts and logic is the bottleneck where nothing but hashes is multiplied: of a table, and of
+    bytes.
     """
-    known = DEVICE_CODEBOOKS.get(codebook)
-    return 0.4 if known is None or known.is_bound_by_logic or arithmetic == "bytes" else 0.9
+    return 0.9 if codebook in DEVICE_CODEBOOKS and arithmetic != "bytes" else 0.4
 
 
 def row_words(arithmetic: str) -> int:
@@ -187,6 +187,7 @@ def hashes_of(piece: Piece, share: Share, codebook: str) -> Iterator[Uint32]:
         permute=primitives.permute_bytes,
         hash_twice=law.hash,
         hash_below=law.hash_below,
+        hash_half=law.hash_half,
     )
 
 

@@ -52,6 +52,8 @@ STEP_CHANNELS = 64
 _COLUMN_POSITIONS = 32  # ring positions of output channels n and n + 8 over one tile row
 _WORD, _BYTE, _WORD_BYTES = 32, 8, 4
 _LOW_HALF_TWICE = 0x1010  # a permute's selector
+_HALVES_TWICE = {_LOW_HALF_TWICE: 0, 0x3232: 1}  # selectors that take a whole half of one register
+_HALVES_APART = 2  # of this many such windows the first is taken by `hash_half`, so that both pipes have as much to do
 
 Word = TypeVar("Word")
 
@@ -238,11 +240,13 @@ def hash_in_turn(
     permute: Callable[[Word, Word, int], Word],
     hash_twice: Callable[[Word], Word],
     hash_below: Callable[[Word, Word], Word],
+    hash_half: Callable[[Word, int], Word],
 ) -> Iterator[Word]:
     """The hash of every window of a piece in turn, with a multiplication in place of a permute where that can be.
 
     A window in the low half of a register is not cut.  What lies above it, times the multiplier, spoils the upper half
-    of its product by the low half of another hash: that of the state 16 bits further up, which came before.
+    of its product by the low half of another hash: that of the state 16 bits further up, which came before.  Of the
+    other windows that are a half of a register, every second one is cut by a product too.
 
     Args:
         words: as in `cut_in_turn`.
@@ -252,15 +256,23 @@ def hash_in_turn(
         permute: as in `cut_in_turn`.
         hash_twice: from a state in both halves of its register.
         hash_below: from a register whose low half is the state, and the hash of the state in its upper half.
+        hash_half: from a register and which half of it is the state, 0 or 1.
     """
     register = _registers(words, funnel_right, multiply)
     hashes: list[Word] = []
+    halves = 0
     for window, partner in zip(share.windows, share.partners, strict=True):
         low = register(window.low)
         if partner is not None and partner < len(hashes):
             hashes.append(hash_below(low, hashes[partner]))
+            yield hashes[-1]
+            continue
+        is_half = window.low == window.high and window.selector in _HALVES_TWICE
+        if is_half and halves % _HALVES_APART == 0:
+            hashes.append(hash_half(low, _HALVES_TWICE[window.selector]))
         else:
             hashes.append(hash_twice(permute(low, register(window.high), window.selector)))
+        halves += is_half
         yield hashes[-1]
 
 

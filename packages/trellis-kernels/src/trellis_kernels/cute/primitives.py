@@ -43,6 +43,7 @@ __all__ = [
     "store_matrices_transposed",
     "store_transposed_by_shuffle",
     "sync_warp",
+    "take_half",
     "word_of",
 ]
 
@@ -115,9 +116,14 @@ def add_halves(first: Uint32, second: Uint32) -> Uint32:
     )
 
 
-def dot_ones(value: Uint32, addend: int) -> Uint32:
-    """Sum of the four bytes of `value`, plus `addend`."""
-    return _register_op(f"dp4a.u32.u32 $0, $1, {_BYTE_ONES}, {_immediate(addend)};", value)
+def dot_ones(value: Uint32, addend: int, factor: int = 1) -> Uint32:
+    """`factor` times the sum of the four bytes of `value`, plus `addend`; the factor is a byte."""
+    return _register_op(f"dp4a.u32.u32 $0, $1, {factor * _BYTE_ONES}, {_immediate(addend)};", value)
+
+
+def take_half(value: Uint32, half: int) -> Uint32:
+    """The low half (0) or the upper half (1) of `value`, by the pipe that multiplies."""
+    return _register_op(f"dp2a.lo.u32.u32 $0, $1, {(1, 1 << 8)[half]}, 0;", value)
 
 
 def join_low_halves(low: Uint32, high: Uint32) -> Uint32:
