@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from trellis_format.activations import Activation
-from trellis_format.codebooks import CODEBOOKS
 from trellis_kernels import OPS, KernelValueError
 from trellis_kernels.bench.layers import random_source
 from trellis_kernels.layers import (
     DeviceLimits,
     device_limits,
-    fuses,
     launch_scratch,
     op_backends,
     plan_prefill,
@@ -99,7 +97,3 @@ def test_routes_of_more_experts_than_kernels_count_are_packed_in_torch() -> None
     plain, many = dict(op_backends(limits)), dict(op_backends(limits, 4097))
     assert (plain["pack_routes"], many["pack_routes"]) == ("cute", "cpu")
     assert many | {"pack_routes": "cute"} == plain
-
-
-def test_fused_kernels_take_codebooks_of_arithmetic() -> None:
-    assert [name for name in CODEBOOKS if fuses(name)] == ["3inst", "mcg", "mul1"]

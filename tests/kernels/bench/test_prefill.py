@@ -20,6 +20,8 @@ def test_plans_are_those_of_the_geometry(name: str) -> None:
     assert (plan.top_k, plan.codebook, plan.images) == (geometry.top_k, geometry.codebook, 1)
     assert plan.scratch_nbytes <= 256 * MIB
     assert make_plan(geometry, 1024).images == 2
+    assert make_plan(geometry, 16384).engines[-1] == "wgmma_tall"
+    assert make_plan(geometry, 16384, engine="mma").engines == ("mma",)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,7 @@ def test_plans_are_those_of_the_geometry(name: str) -> None:
     [
         ("kernel_cutlass__gemm_kernel__prefill_gemmsm_90amul1K33joinsiluimages2float32_0", "gate_up"),
         ("kernel_cutlass__gemm_kernel__prefill_gemmsm_90amul1K3downfloat16_0", "down"),
+        ("kernel_cutlass__gemm_kernel__prefill_shortsm_90amul1K3downfloat16_0", "down"),
         ("kernel_cutlass__image_kernel__prefill_imagesm_90afloat16images2_0", "image"),
         ("kernel_cutlass__reduce_kernel__prefill_reducesm_90afloat32float16_0", "sum"),
         ("void at::native::vectorized_elementwise_kernel", None),

@@ -15,12 +15,9 @@ from trellis_kernels.errors import KernelTypeError, KernelValueError
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from trellis_kernels.cute import prefill
-from trellis_kernels.cute.codebooks import DEVICE_CODEBOOKS
-from trellis_kernels.cute.prefill_key import ARITHMETIC_CODEBOOKS, BLOCK_ROWS_MOST
+from trellis_kernels.cute.prefill_key import BLOCK_ROWS_MOST
 
-PAIRS = [
-    pytest.param(name, rate, id=f"{name}-{rate}") for name in DEVICE_CODEBOOKS for rate in CODEBOOKS[name].legal_rates
-]
+PAIRS = [pytest.param(name, rate, id=f"{name}-{rate}") for name in CODEBOOKS for rate in CODEBOOKS[name].legal_rates]
 
 gpu = pytest.mark.gpu
 
@@ -80,6 +77,7 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
     a = torch.randn(200, 512, generator=torch.Generator().manual_seed(2)).half()
     ids = torch.arange(200)[:, None] % 2
     whole = multiply(bank, a, ids)
+    # the whole takes tall row blocks, the parts short ones
     for part in (slice(0, 1), slice(10, 53), slice(150, 200)):
         assert torch.equal(multiply(bank, a[part], ids[part]), whole[part])
 
@@ -92,15 +90,16 @@ def test_blocks_follow_the_segments_and_the_rates() -> None:
     ids = ids_of_counts(counts)
     routes = pack_routes(ids.cuda(), num_experts=5, block_rows=8)
     law = packed_by_loop(ids.numpy(), 5, 8)
-    entries = torch.full((prefill.block_capacity(len(law["slots"]), 5), 4), -7, dtype=torch.int32, device="cuda")
+    entries = torch.full((prefill.block_capacity(len(law["slots"]), 5), 8), -7, dtype=torch.int32, device="cuda")
     count = torch.full((1,), -7, dtype=torch.int32, device="cuda")
     for window in (prefill.whole_window(routes), prefill.Window(64, 328)):
-        prefill.make_blocks(routes, (bank,), (6,), window, entries, count)
+        prefill.make_blocks(routes, (bank,), (6,), window, entries, count, engine="wgmma_tall")
         covered = []
-        for expert, slot, rows, image_row in entries[: int(count)].tolist():
+        for expert, slot, rows, image_row, *codes in entries[: int(count)].tolist():
             assert rates[expert] == Rate(6)
             assert 1 <= rows <= BLOCK_ROWS_MOST
             assert image_row == slot - window.first
+            assert codes == [bank.places[expert][0] // 4] * 3 + [0]
             covered += [(expert, place) for place in range(slot, slot + rows)]
         expected = [
             (expert, slot)
@@ -139,9 +138,9 @@ def test_what_is_refused_on_the_host() -> None:
 def test_too_few_blocks_are_refused() -> None:
     bank, _ = random_bank("mul1", [Rate(6)], 128, 128)
     routes = pack_routes(torch.zeros(3, 1, dtype=torch.int64), num_experts=1, block_rows=8)
-    entries, count = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    entries, count = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(KernelValueError, match="need 2 row blocks, got 1"):
-        prefill.make_blocks(routes, (bank,), (6,), prefill.Window(0, 8), entries, count, engine="wgmma")
+        prefill.make_blocks(routes, (bank,), (6,), prefill.Window(0, 8), entries, count, engine="wgmma_tall")
 
 
 def test_rate_pairs_are_those_of_the_experts() -> None:
@@ -149,7 +148,3 @@ def test_rate_pairs_are_those_of_the_experts() -> None:
     up, _ = random_bank("mul1", [Rate(6), Rate(4), Rate(6)], 128, 128)
     assert prefill.rate_pairs((gate, up)) == ((6, 6), (8, 4))
     assert prefill.rate_pairs((up,)) == ((4,), (6,))
-
-
-def test_the_codebooks_without_a_table_are_those_that_kernels_decode() -> None:
-    assert sorted(ARITHMETIC_CODEBOOKS) == sorted(DEVICE_CODEBOOKS)

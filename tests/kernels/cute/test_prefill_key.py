@@ -8,23 +8,31 @@ from dataclasses import replace
 import pytest
 
 from trellis_format.activations import Activation
-from trellis_format.codebooks import CODEBOOKS
+from trellis_format.codebooks import CODEBOOKS, EXL3_CODEBOOKS
 from trellis_format.errors import FormatValueError
 from trellis_format.rates import ALL_RATES
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.prefill_key import (
-    ARITHMETIC_CODEBOOKS,
     BLOCK_ROWS_MOST,
     ENGINES,
     EPILOGUES,
+    MIDDLE_ROWS_MOST,
+    MIDDLE_WIDTH_MOST,
+    ROW_UNIT,
     SHARED_LIMIT,
+    SHORT_ROWS_MOST,
+    STASH_NBYTES,
+    TABLE_BYTES,
+    THREAD_BLOCKS_MOST,
     PrefillGemmKey,
     PrefillImageKey,
-    PrefillMmaKey,
+    PrefillMiddleKey,
     PrefillReduceKey,
     PrefillScheduleKey,
+    PrefillShortKey,
     block_capacity,
-    engine_of,
+    engine_for,
+    engines_for,
     image_nbytes,
     info_table,
     prefill_keys,
@@ -64,7 +72,7 @@ def test_each_field_changes_the_key(key, change) -> None:
     assert {key, changed, replace(key)} == {key, changed}
 
 
-@pytest.mark.parametrize("key", [ROWS, JOIN, *{key for key, _ in CHANGES}], ids=str)
+@pytest.mark.parametrize("key", [ROWS, JOIN, *dict.fromkeys(key for key, _ in CHANGES)], ids=str)
 def test_repr_evaluates_back(key) -> None:
     assert eval(repr(key)) == key
 
@@ -140,10 +148,62 @@ def test_every_rate_has_four_stages_with_one_linear(epilogue: str) -> None:
 
 def test_the_engine_of_a_target_compiles_for_it() -> None:
     for arch in ARCHS:
-        key = ENGINES[engine_of(arch)](arch, "mul1", (6,))
-        assert key.block_rows % key.pass_rows == 0
+        key = ENGINES[engine_for(arch, 1000, 256)](arch, "mul1", (6,))
+        assert key.passes * key.pass_rows >= key.block_rows
         assert key.dynamic_shared_bytes <= key.shared_limit
-    assert PrefillMmaKey("sm_90a", "mul1", (6,)) != PrefillGemmKey("sm_90a", "mul1", (6,))
+    kinds = {kind("sm_90a", "mul1", (6,)) for kind in ENGINES.values()}
+    assert len(kinds) == len({str(key) for key in kinds}) == 4
+
+
+def test_few_rows_of_an_expert_take_short_blocks_where_there_is_wgmma() -> None:
+    narrow, wide = MIDDLE_WIDTH_MOST, MIDDLE_WIDTH_MOST + 128
+    assert engine_for("sm_90a", SHORT_ROWS_MOST, wide) == "wgmma_short"
+    assert engine_for("sm_90a", SHORT_ROWS_MOST + 1, wide) == "wgmma_tall"
+    assert engine_for("sm_90a", SHORT_ROWS_MOST + 1, narrow) == "wgmma_middle"
+    assert engine_for("sm_90a", MIDDLE_ROWS_MOST + 1, narrow) == "wgmma_tall"
+    assert {engine_for(arch, 1, narrow) for arch in ARCHS if arch != "sm_90a"} == {"mma"}
+    assert PrefillShortKey.block_rows > SHORT_ROWS_MOST, "segments vary around their average"
+    assert PrefillMiddleKey.block_rows > MIDDLE_ROWS_MOST
+
+
+@pytest.mark.parametrize("width", [MIDDLE_WIDTH_MOST, MIDDLE_WIDTH_MOST + 128])
+@pytest.mark.parametrize("most", [0.5, 1, 52, 52.5, 53, 72, 73, 1000])
+def test_the_kinds_for_up_to_some_rows_are_those_for_any_fewer(most: float, width: int) -> None:
+    steps = [most * part / 1000 for part in range(1, 1001)]
+    for arch in ("sm_90a", "sm_80"):
+        assert engines_for(arch, most, width) == tuple(dict.fromkeys(engine_for(arch, rows, width) for rows in steps))
+
+
+def test_products_finish_the_decoding_where_rows_are_few_and_logic_binds() -> None:
+    for kind, wanted in ((PrefillShortKey, True), (PrefillMiddleKey, True), (PrefillGemmKey, False)):
+        assert kind("sm_90a", "mcg", (6,)).by_products is wanted
+        assert kind("sm_90a", "mul1", (6,)).by_products is False
+
+
+def test_two_thread_blocks_of_short_rows_share_a_multiprocessor_at_every_rate() -> None:
+    for gate, up in itertools.product(ALL_RATES, repeat=2):
+        for kind in (PrefillShortKey, PrefillMiddleKey):
+            half_bits = gate.half_bits, up.half_bits
+            key = kind("sm_90a", "mul1", half_bits, "join", Activation("silu"), biased=(True, True))
+            assert key.stages >= 2
+            assert key.feeders <= key.stages
+            assert 2 * (key.dynamic_shared_bytes + 1024) <= 233_472
+
+
+@pytest.mark.parametrize("kind", ENGINES.values())
+def test_gate_of_every_thread_block_has_its_place_in_the_stash(kind) -> None:
+    blocks = THREAD_BLOCKS_MOST * kind.resident
+    assert blocks * kind("sm_90a", "mul1", (6,)).stash_bytes <= STASH_NBYTES
+    assert kind.pass_rows % ROW_UNIT == kind.block_rows % ROW_UNIT == 0
+
+
+def test_tables_of_codebooks_have_their_bytes() -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
+
+    assert {name: tabled.words.nbytes for name, tabled in TABLE_CODEBOOKS.items()} == TABLE_BYTES
+    assert PrefillGemmKey("sm_90a", "lut_e4m3", (6,)).law_bytes == TABLE_BYTES["lut_e4m3"]
+    assert ROWS.law_bytes == 0
 
 
 def test_a_law_without_a_gate_takes_one_linear() -> None:
@@ -183,8 +243,8 @@ def test_image_bytes_are_those_of_its_rows() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_registered_keys_have_each_epilogue_and_codebook_under_its_own_name(arch: str) -> None:
     keys = prefill_keys(arch)
-    gemms = [key for key in keys if key.kernel == ENGINES[engine_of(arch)].kernel]
+    gemms = [key for key in keys if key.kernel == ENGINES[engine_for(arch, 1000, 256)].kernel]
     assert {key.epilogue for key in gemms} == set(EPILOGUES)
-    assert {key.codebook for key in gemms} == set(ARITHMETIC_CODEBOOKS)
+    assert {key.codebook for key in gemms} == {*EXL3_CODEBOOKS, *TABLE_BYTES}
     assert len({str(key) for key in keys}) == len(keys)
     assert set(keys) <= set(registered_keys(arch))

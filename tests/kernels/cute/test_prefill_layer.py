@@ -71,6 +71,35 @@ def test_a_layer_of_ragged_experts(joint: bool) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("codebook", ["lut_e4m3", "lut_fp16"])
+@pytest.mark.parametrize("engine", ["wgmma_short", "wgmma_tall"])
+def test_codebooks_with_tables(codebook: str, engine: str) -> None:
+    rates = {"lut_e4m3": ["2", "4"], "lut_fp16": ["5"]}[codebook]
+    experts = make_experts(codebook=codebook, rates=rates, intermediate=384)
+    check(experts, make_routes(experts, 90), engine=engine)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("codebook", "law"),
+    [
+        ("mul1", Activation("silu")),
+        ("mul1", Activation("relu2")),
+        ("mcg", Activation("silu")),
+        ("3inst", Activation("silu")),
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_height_of_row_blocks(codebook: str, law: Activation) -> None:
+    """Nor on whether lanes or products of the warp finish the decoding."""
+    experts = make_experts(experts=8, codebook=codebook, hidden=384, intermediate=384, activation=law, biased=True)
+    routes = routes_of_counts(experts, [0, 1, 31, 33, 96, 97, 300, 64])
+    tall = check(experts, routes, engine="wgmma_tall")
+    for engine in ("wgmma_short", "wgmma_middle"):
+        assert torch.equal(check(experts, routes, engine=engine), tall), engine
+
+
+@gpu
 def test_routes_that_are_none_add_nothing_and_tokens_without_routes_are_zeros() -> None:
     experts = make_experts()
     routes = make_routes(experts, 70)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kernels.cute.conftest import SHARED_BASE, table_words
 from trellis_format.codebooks import CODEBOOKS, get_codebook
 from trellis_format.rates import Rate
 from trellis_format.tiles import decode_inner
@@ -19,11 +20,11 @@ from trellis_kernels.cute.prefill_share import (
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from trellis_kernels.cute import codebooks, prefill_loop
+from trellis_kernels.cute import codebooks, prefill_loop, table_codebooks
 
 PAIRS = [
     pytest.param(name, rate, id=f"{name}-{rate}")
-    for name in codebooks.DEVICE_CODEBOOKS
+    for name in (*codebooks.DEVICE_CODEBOOKS, *table_codebooks.TABLE_CODEBOOKS)
     for rate in CODEBOOKS[name].legal_rates
 ]
 LANE = np.arange(32)
@@ -56,14 +57,16 @@ def test_fragments_are_the_weights_in_the_order_of_the_rows(codebook, rate, nump
     found = np.full((PANEL_CHANNELS, BLOCK_CHANNELS), np.nan, np.float16)
     written = np.zeros(found.shape, int)
     monkeypatch.setattr(numpy_warp, "load_shared", Stage(codes, rate).load_shared, raising=False)
-    for module in (codebooks, prefill_loop):
+    for module in (codebooks, table_codebooks, prefill_loop):
         monkeypatch.setattr(module, "primitives", numpy_warp)
+    numpy_warp.shared = table_words(codebook, "compact").view(np.uint8)
     monkeypatch.setattr(prefill_loop, "Uint32", np.uint32)
     for warp, column in np.ndindex(4, 2):
         offset, before = prefill_loop.lane_column(share, column, warp, LANE)
         words = prefill_loop.load_words(BASE + offset, before, share, column)
+        assert len(words) == share.read_words
         for index in range(4):
-            fragment = prefill_loop.decode_fragment(words, share, index, codebook)
+            fragment = prefill_loop.decode_fragment(words, share, index, codebook, SHARED_BASE)
             for register, values in enumerate(fragment):
                 half, z = register & 1, register >> 1  # of an m64k16 A operand: row g + 8 half, channels + 8 z
                 channel = np.array([output_channel(warp, g, column, half) for g in G])

@@ -16,7 +16,7 @@ from trellis_format.codebooks import CODEBOOKS
 from trellis_format.rates import ALL_RATES, Rate
 from trellis_kernels.cute.archs import ARCHS
 from trellis_kernels.cute.prefill_key import LEAST_SHARED_LIMIT, PrefillMmaKey
-from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES, channel_order
+from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES, channel_order, column_share
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -37,6 +37,33 @@ def test_an_operand_is_the_rows_in_the_order_of_the_fragments() -> None:
         found = memory[address[:, None] + np.arange(4)].copy().view(np.float16)
         places = 16 * index + 8 * half + 2 * (LANE & 3)[:, None] + np.arange(2)
         np.testing.assert_array_equal(found, rows[LANE >> 2][LANE[:, None], order[places]])
+
+
+@pytest.mark.parametrize("rate", ALL_RATES, ids=str)
+@pytest.mark.parametrize("rows", [8, 40, 128])
+def test_every_byte_of_a_step_is_copied_once(rate: Rate, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two threads write one place, so nothing depends on their order; rows past the block's are left alone."""
+    codebook = next(book.name for book in CODEBOOKS.values() if rate in book.legal_rates)
+    key, share = PrefillMmaKey("sm_80", codebook, (rate.half_bits,)), column_share(rate)
+    copies: list[tuple[np.ndarray, ...]] = []
+
+    def copy(target, source, live) -> None:
+        copies.append(np.broadcast_arrays(target, source, live is None or live))
+
+    monkeypatch.setattr(prefill_mma.wgmma, "copy_where", copy)
+    monkeypatch.setattr(prefill_mma.gpu, "commit_copies", lambda: None)
+    for name, convert in (("Int64", np.int64), ("Boolean", np.asarray)):
+        monkeypatch.setattr(prefill_mma, name, convert)
+    s_codes, g_codes, pitch = key.row_stage_bytes, 1 << 20, 5 * share.row_bytes
+    prefill_mma._copy_step(0, g_codes, pitch, 0, s_codes, rows * PANEL_ROW_BYTES, np.arange(256), share, key)
+    targets, sources, lives = (np.concatenate(part) for part in zip(*copies, strict=True))
+    found = dict(zip(targets[lives].tolist(), sources[lives].tolist(), strict=True))
+    assert len(found) == np.count_nonzero(lives)
+    wanted = {place: place for place in range(0, rows * PANEL_ROW_BYTES, 16)}
+    for row in range(4):
+        for inside in range(0, share.row_bytes, 16):
+            wanted[s_codes + row * share.row_pitch + inside] = g_codes + row * pitch + inside
+    assert found == wanted
 
 
 @pytest.mark.parametrize("rate", ALL_RATES, ids=str)
@@ -67,6 +94,7 @@ def test_the_binary_has_no_stack_and_fits(arch: str) -> None:
         {"codebook": "mcg", "rates": ["4"], "biased": True, "up_divisor": 4.0},
         {"codebook": "3inst", "rates": ["8", "2"], "joint": True},
         {"activation": Activation("relu2")},
+        {"codebook": "lut_e4m3", "rates": ["2", "4"]},
     ],
     ids=str,
 )

@@ -96,8 +96,15 @@ def test_keys_have_every_combination_of_rates() -> None:
     assert joins == set(mixed.up_rates)
     assert downs == {(rate,) for rate in mixed.down_rates}
     assert {key.kernel for key in mixed.keys} == {
-        "pack_routes", "prefill_schedule", "prefill_image", "prefill_gemm", "prefill_reduce"
+        "pack_routes", "prefill_schedule", "prefill_image", "prefill_short", "prefill_middle", "prefill_gemm",
+        "prefill_reduce",
     }  # fmt: skip
+
+
+def test_one_cut_of_rows_serves_every_linear_where_experts_have_the_same_rates() -> None:
+    assert plan().is_uniform
+    assert plan(rates=["3", "3", "4"]).is_uniform
+    assert not plan(rates=["3", "4"]).is_uniform
 
 
 def test_gate_and_up_share_an_image_where_they_share_their_vector() -> None:
@@ -123,17 +130,39 @@ def test_what_does_not_fit_is_refused(change, error, says) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_target_has_an_engine_whose_blocks_the_entries_suffice_for(arch: str) -> None:
     made = plan_prefill(source(), arch=arch, max_tokens=300, top_k=3)
-    assert made.engine == ("wgmma" if arch == "sm_90a" else "mma")
-    schedule = next(key for key in made.keys if key.kernel == "prefill_schedule")
-    assert schedule.block_rows == made.block_rows
-    assert made.scratch_parts["entries"] == 16 * block_capacity(made.window_slots, 8, made.block_rows)
+    assert made.engine == (None if arch == "sm_90a" else "mma")
+    schedules = [key.block_rows for key in made.keys if key.kernel == "prefill_schedule"]
+    assert min(schedules) == made.block_rows
+    assert made.scratch_parts["entries"] == 32 * block_capacity(made.window_slots, 8, made.block_rows)
 
 
-def test_unknown_architectures_and_table_codebooks_are_refused() -> None:
+def test_unknown_architectures_are_refused() -> None:
     with pytest.raises(KernelValueError, match="sm_1"):
         plan_prefill(source(), arch="sm_1", max_tokens=10, top_k=2)
-    with pytest.raises(KernelUnsupportedError, match="lut_e4m3"):
-        plan(codebook="lut_e4m3", rates=["2"])
+
+
+def test_codebooks_with_tables_have_kernels() -> None:
+    assert {key.codebook for key in plan(codebook="lut_e4m3", rates=["2"]).keys if hasattr(key, "codebook")} == {
+        "lut_e4m3"
+    }
+
+
+def test_chunks_of_few_routes_take_short_row_blocks() -> None:
+    """8 experts of their own and 8 elsewhere: 16 * 52 and 16 * 72 routes."""
+    made = plan_prefill(source(), arch="sm_90a", max_tokens=600, top_k=2, route_experts=16)
+    assert made.engines == ("wgmma_short", "wgmma_middle", "wgmma_tall")
+    assert [made.engine_for(routes) for routes in (1, 832, 833, 1152, 1153)] == [
+        "wgmma_short", "wgmma_short", "wgmma_middle", "wgmma_middle", "wgmma_tall"
+    ]  # fmt: skip
+    assert made.block_rows == 64
+    kernels = {key.kernel for key in made.keys if hasattr(key, "epilogue")}
+    assert kernels == {"prefill_short", "prefill_middle", "prefill_gemm"}
+    assert {key.block_rows for key in made.keys if key.kernel == "prefill_schedule"} == {64, 96, 256}
+    wide = plan_prefill(source(intermediate=1408), arch="sm_90a", max_tokens=600, top_k=2, route_experts=16)
+    assert wide.engines == ("wgmma_short", "wgmma_tall")
+    few = plan_prefill(source(), arch="sm_90a", max_tokens=208, top_k=2)
+    assert few.engines == ("wgmma_short",)
+    assert replace(few, engine="wgmma_tall").engines == ("wgmma_tall",)
 
 
 def test_a_layer_without_an_activation_needs_one() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from trellis_kernels.bench.layers import float64_forward, random_experts, random_source
 from trellis_kernels.bench.moe_small import GEOMETRIES, Geometry
 from trellis_kernels.bench.timing import graph_samples
+from trellis_kernels.cute.prefill_key import ENGINES
 from trellis_kernels.cute.prefill_plan import PrefillPlan, plan_prefill
 
 __all__ = ["kernel_part", "main", "make_plan"]
@@ -31,15 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 1024, 4096, 8192])
     parser.add_argument("--joint", action="store_true", help="gate and up share their input vector")
     parser.add_argument("--bound", type=int, default=None, metavar="BYTES", help="most bytes of scratch")
+    parser.add_argument("--engine", choices=ENGINES, default=None, help="what multiplies (default: the planned)")
     options = parser.parse_args(arguments)
     for name in options.geometry:
         for tokens in options.tokens:
-            plan = make_plan(GEOMETRIES[name], tokens, joint=options.joint, bound=options.bound)
-            print(json.dumps({"geometry": name, "joint": options.joint} | _measure(plan)), flush=True)
+            plan = make_plan(GEOMETRIES[name], tokens, joint=options.joint, bound=options.bound, engine=options.engine)
+            row = {"geometry": name, "joint": options.joint, "engines": plan.engines}
+            print(json.dumps(row | _measure(plan)), flush=True)
 
 
-def make_plan(geometry: Geometry, tokens: int, *, joint: bool = False, bound: int | None = None) -> PrefillPlan:
-    """The plan of a geometry at a capacity, fp16 in and out; `bound` is in bytes of scratch."""
+def make_plan(
+    geometry: Geometry, tokens: int, *, joint: bool = False, bound: int | None = None, engine: str | None = None
+) -> PrefillPlan:
+    """The plan of a geometry at a capacity, fp16 in and out.
+
+    Args:
+        geometry: of the layer.
+        tokens: most tokens of a launch.
+        joint: whether gate and up share their input vector.
+        bound: bytes of scratch, None for no bound.
+        engine: what multiplies at any number of rows, one of `ENGINES`; None is as planned.
+    """
     source = random_source(
         experts=geometry.experts,
         hidden=geometry.hidden,
@@ -48,7 +62,8 @@ def make_plan(geometry: Geometry, tokens: int, *, joint: bool = False, bound: in
         rates=[geometry.rate],
         joint=joint,
     )
-    return plan_prefill(source, arch="sm_90a", max_tokens=tokens, top_k=geometry.top_k, scratch_bound=bound)
+    plan = plan_prefill(source, arch="sm_90a", max_tokens=tokens, top_k=geometry.top_k, scratch_bound=bound)
+    return plan if engine is None else replace(plan, engine=engine)
 
 
 def kernel_part(name: str) -> str | None:

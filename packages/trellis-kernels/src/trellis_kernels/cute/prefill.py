@@ -21,11 +21,13 @@ from trellis_kernels.bank import CodeBank
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.decode import table_address
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda
 from trellis_kernels.cute.op_keys import ReduceKey
 from trellis_kernels.cute.prefill_key import (
     ENGINES,
+    ENTRY_CODES,
     ENTRY_WORDS,
     THREAD_BLOCKS_MOST,
     GemmKey,
@@ -33,7 +35,7 @@ from trellis_kernels.cute.prefill_key import (
     PrefillReduceKey,
     PrefillScheduleKey,
     block_capacity,
-    engine_of,
+    engine_for,
 )
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_CHANNELS, ROW_GROUP
 from trellis_kernels.errors import KernelValueError
@@ -75,13 +77,16 @@ class Blocks:
 
     Attributes:
         half_bits: 2K of each linear that the blocks multiply by.
-        entries: `[blocks, 4] int32`: expert, first slot, rows, first row of the image.
+        entries: `[blocks, 8] int32`: expert, first slot, rows, first row of the image, and from `ENTRY_CODES` on the
+            start of each linear's codes, in units of `CODE_UNIT`.
         count: `[1] int32`, blocks in use.
+        code_place: place of the first linear's start in an entry.
     """
 
     half_bits: tuple[int, ...]
     entries: torch.Tensor
     count: torch.Tensor
+    code_place: int = ENTRY_CODES
 
 
 def whole_window(routes: PackedRoutes) -> Window:
@@ -104,10 +109,6 @@ def _arch(device: torch.device) -> str:
     return arch_of_device(device.index).name
 
 
-def _engine(device: torch.device) -> str:
-    return engine_of(_arch(device))
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -125,24 +126,24 @@ def make_blocks(
     entries: torch.Tensor,
     count: torch.Tensor,
     *,
-    engine: str | None = None,
+    engine: str,
 ) -> Blocks:
     """Cut the segments of a window into row blocks, on the current stream.
 
     Args:
         routes: packed routes.
-        banks: the linears that the blocks will be multiplied by.
-        half_bits: their rates; experts with others get no blocks.
+        banks: the linears that the blocks will be multiplied by, at most 3.
+        half_bits: their rates, of which the first two count; experts with others get no blocks.
         window: the slots.
-        entries: `[block_capacity(slots, experts), 4] int32`, written as far as `count` says.
+        entries: `[block_capacity(slots, experts), 8] int32`, written as far as `count` says.
         count: `[1] int32`, written.
-        engine: what will multiply them, one of `ENGINES`; None is the device's own.
+        engine: what will multiply them, one of `ENGINES`.
 
     Returns:
         The blocks, which hold `entries` and `count`.
     """
     experts = banks[0].num_experts
-    block_rows = ENGINES[engine or _engine(entries.device)].block_rows
+    block_rows = ENGINES[engine].block_rows
     most = block_capacity(window.slots, experts, block_rows)
     if entries.shape[0] < most:
         raise KernelValueError(
@@ -154,6 +155,7 @@ def make_blocks(
         routes.expert_counts.data_ptr(),
         routes.expert_offsets.data_ptr(),
         banks[0].descriptors.data_ptr(),
+        banks[min(1, len(banks) - 1)].descriptors.data_ptr(),
         banks[-1].descriptors.data_ptr(),
         entries.data_ptr(),
         count.data_ptr(),
@@ -161,7 +163,7 @@ def make_blocks(
         window.first,
         window.first + window.slots,
         half_bits[0],
-        half_bits[-1],
+        half_bits[min(1, len(half_bits) - 1)],
     )
     return Blocks(half_bits, entries, count)
 
@@ -234,8 +236,6 @@ def _gemm(
         key,
         device,
         banks[0].words.data_ptr(),
-        banks[0].descriptors.data_ptr(),
-        banks[-1].descriptors.data_ptr(),
         images[0].data_ptr(),
         images[-1].data_ptr(),
         blocks.entries.data_ptr(),
@@ -249,6 +249,7 @@ def _gemm(
         _address(biases[-1]),
         _address(stash),
         _address(weights),
+        table_address(key.codebook, "compact", device.index),
         images[0].shape[1],
         out.shape[1],
         _pitch(scales[0]),
@@ -257,7 +258,8 @@ def _gemm(
         banks[0].k // PANEL_CHANNELS,
         banks[0].n // BLOCK_CHANNELS,
         1 if weights is None else weights.shape[1],
-        min(torch.cuda.get_device_properties(device).multi_processor_count, THREAD_BLOCKS_MOST),
+        blocks.code_place,
+        key.resident * min(torch.cuda.get_device_properties(device).multi_processor_count, THREAD_BLOCKS_MOST),
         factor,
     )
 
@@ -273,7 +275,7 @@ def join_rows(
     input_scales: torch.Tensor,
     activation: Activation,
     stash: torch.Tensor | None,
-    engine: str | None = None,
+    engine: str,
     out: torch.Tensor,
 ) -> None:
     """Gate and up in one pass, rotated out, activated, and rotated into the basis of down.
@@ -291,7 +293,7 @@ def join_rows(
         engine: as the blocks were made for.
         out: `[intermediate / 64, window slots, 64] float16`, rows of live slots written.
     """
-    key = ENGINES[engine or _engine(out.device)](
+    key = ENGINES[engine](
         arch=_arch(out.device),
         codebook=banks[0].codebook,
         half_bits=blocks.half_bits,
@@ -310,7 +312,7 @@ def down_rows(
     *,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
-    engine: str | None = None,
+    engine: str,
     out: torch.Tensor,
 ) -> None:
     """Down, rotated out, scaled and biased, to the row of each route.
@@ -325,7 +327,7 @@ def down_rows(
         engine: as the blocks were made for.
         out: `[routes, channels]` float16 or float32, rows of the window's routes written.
     """
-    key = ENGINES[engine or _engine(out.device)](
+    key = ENGINES[engine](
         arch=_arch(out.device),
         codebook=bank.codebook,
         half_bits=blocks.half_bits,
@@ -347,7 +349,7 @@ def add_rows(
     weights: torch.Tensor,
     factor: float,
     dtype: torch.dtype,
-    engine: str | None = None,
+    engine: str,
     out: torch.Tensor,
 ) -> None:
     """Down, rotated out, scaled, biased and weighted, each term rounded and added to its token's row in any order.
@@ -365,7 +367,7 @@ def add_rows(
         engine: as the blocks were made for.
         out: `[tokens, channels] float32`, added to.
     """
-    key = ENGINES[engine or _engine(out.device)](
+    key = ENGINES[engine](
         arch=_arch(out.device),
         codebook=bank.codebook,
         half_bits=blocks.half_bits,
@@ -453,11 +455,12 @@ def grouped_gemm(a: torch.Tensor, bank: CodeBank, routes: PackedRoutes, *, out: 
         return out
     image = torch.empty(bank.k // PANEL_CHANNELS, window.slots, PANEL_CHANNELS, dtype=torch.float16, device=a.device)
     make_image(a, routes, (), (image,), window, route_count=a.shape[0], routes_per_row=1)
-    most = block_capacity(window.slots, bank.num_experts, ENGINES[_engine(a.device)].block_rows)
+    engine = engine_for(_arch(a.device), a.shape[0] / bank.num_experts, bank.n)
+    most = block_capacity(window.slots, bank.num_experts, ENGINES[engine].block_rows)
     entries = torch.empty(most, ENTRY_WORDS, dtype=torch.int32, device=a.device)
     count = torch.empty(1, dtype=torch.int32, device=a.device)
     for half_bits in rate_pairs((bank,)):
-        blocks = make_blocks(routes, (bank,), half_bits, window, entries, count)
-        key = ENGINES[_engine(a.device)](_arch(a.device), bank.codebook, half_bits)
+        blocks = make_blocks(routes, (bank,), half_bits, window, entries, count, engine=engine)
+        key = ENGINES[engine](_arch(a.device), bank.codebook, half_bits)
         _gemm(key, (bank,), (image,), blocks, routes, out, (None,), None, (None,))
     return out

@@ -31,7 +31,7 @@ from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.prefill_key import INFO_HEADER_BYTES, ROW_UNIT, GemmKey, info_table
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, ROW_GROUP
 
-__all__ = ["fill_tables", "finish_join", "finish_rows", "stash_sums"]
+__all__ = ["fill_tables", "finish_join", "finish_rows", "keep_gate"]
 
 _PITCH = (BLOCK_CHANNELS + 4) * 4  # bytes between staged rows
 _NORM = 1.0 / math.sqrt(HADAMARD_BLOCK)
@@ -46,6 +46,7 @@ _TABLE_THREADS = BLOCK_CHANNELS // 2
 _HALF_LANES = 16
 _BLOCK_BYTES = BLOCK_CHANNELS * 2  # of a float16 row
 _STASH_BYTES = 16  # that a thread stores at once
+_JOINED_AT_ONCE = 4  # channels
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -240,12 +241,9 @@ def finish_rows(
     rotated = key.epilogue != "rows"
     s_lane = s_sums + _staged_lane(warp, lane)
     s_scales = s_tables + half * _HALF_BYTES
-    for part in cutlass.range_constexpr(key.block_rows // key.pass_rows):
+    for part in cutlass.range_constexpr(key.passes):
         if rows > key.pass_rows * part:
-            for unit in cutlass.range_constexpr(key.pass_rows // ROW_UNIT):
-                if rows > key.pass_rows * part + ROW_UNIT * unit:
-                    first = key.pass_rows // 2 * part + 16 * unit
-                    _stage_unit(lambda index, first=first: r_sums[first + index], s_lane, unit, rotated)
+            _stage_part(r_sums, s_lane, rows, part, rotated, key)
             _sync()
             first_row = key.pass_rows * part + _WARP_ROWS * warp
             if _reads(rows, first_row, warp, key):
@@ -280,16 +278,47 @@ def finish_rows(
             _sync()
 
 
-def stash_sums(r_sums: Any, stash: Int64, thread: Int32, rows: Int32, key: GemmKey) -> None:
-    """Keep this thread's sums of 32-row units that have rows, for `finish_join` of the same thread."""
-    for unit in range(key.block_rows // ROW_UNIT):
-        for four in range(4 * unit, 4 * unit + 4):
-            values = [r_sums[4 * four + index] for index in range(4)]
-            gpu.store_floats(_stashed(stash, thread, four), values, Boolean(rows > ROW_UNIT * unit))
+@cute.jit
+def keep_gate(r_sums: cute.Tensor, s_sums: Int32, s_tables: Int32, s_info: Int32, stash: Int64, key: Constexpr):
+    """Rotate out, scale and keep the rows of gate, whose sums these are, for `finish_join` of the same threads.
+
+    They wait in memory as fp32: held in registers, they would meet those of up, and neither would fit.
+    """
+    thread, warp, lane = _this_thread()
+    rows = gpu.load_shared_int(s_info + 8)
+    s_row = _lane_row(s_sums, warp, lane)
+    s_table = s_tables + (lane >> 4) * _HALF_BYTES
+    for part in cutlass.range_constexpr(key.passes):
+        if rows > key.pass_rows * part:
+            _stage_part(r_sums, _staged_lane(warp, lane) + s_sums, rows, part, True, key)
+            _sync()
+            if _reads(rows, key.pass_rows * part + _WARP_ROWS * warp, warp, key):
+                values = _rotated_out(s_row, s_table, 0, key)
+                for four in cutlass.range_constexpr(_HALF_CHANNELS // 4):
+                    gpu.store_floats(_kept(stash, thread, part, four, key), values[4 * four : 4 * four + 4])
+            _sync()
 
 
-def _stashed(stash: Int64, thread: Int32, four: int) -> Int64:
-    return stash + Int64(four * _THREADS + thread) * _STASH_BYTES
+def _kept(stash: Int64, thread: Int32, part: int, four: int, key: GemmKey) -> Int64:
+    """Where a thread keeps four of the 64 values of its row of a pass."""
+    return stash + Int64(((_HALF_CHANNELS // 4) * part + four) * (2 * key.pass_rows) + thread) * _STASH_BYTES
+
+
+def _stage_part(r_sums: Any, s_lane: Int32, rows: Int32, part: int, rotate: bool, key: GemmKey) -> None:
+    """Write this lane's sums of a pass, those of 32-row units that have rows."""
+    units = min(key.pass_rows, key.block_rows - key.pass_rows * part) // ROW_UNIT
+    for unit in range(units):
+        first = key.pass_rows // 2 * part + 16 * unit
+        _stage_live(r_sums, s_lane, rows, key.pass_rows * part, first, unit, rotate)
+
+
+@cute.jit
+def _stage_live(
+    r_sums: cute.Tensor, s_lane: Int32, rows: Int32, first_row: Constexpr, first: Constexpr, unit: Constexpr,
+    rotate: Constexpr,
+):  # fmt: skip
+    if rows > first_row + ROW_UNIT * unit:
+        _stage_unit(lambda index: r_sums[first + index], s_lane, unit, rotate)
 
 
 @cute.jit
@@ -305,58 +334,43 @@ def finish_join(
 ):
     """Rotate out, scale, activate, scale, rotate in, and write the image of the down projection's rows.
 
-    The sums are those of up; with a gate, its own were kept by `stash_sums`.
+    The sums are those of up; with a gate, its rows were kept by `keep_gate`.
     """
     thread, warp, lane = _this_thread()
     place = gpu.load_shared_ints(s_info, 4)
     block = gpu.load_shared_int(s_info + 16)
     rows = place[2]
     half = lane >> 4
-    s_lane = s_sums + _staged_lane(warp, lane)
     s_row = _lane_row(s_sums, warp, lane)
     s_table = s_tables + half * _HALF_BYTES
-    r_gate = cute.make_rmem_tensor(cute.make_layout((_HALF_CHANNELS,)), Float32)
-    for part in cutlass.range_constexpr(key.block_rows // key.pass_rows):
+    for part in cutlass.range_constexpr(key.passes):
         if rows > key.pass_rows * part:
             first_row = key.pass_rows * part + _WARP_ROWS * warp
             row = first_row + (lane & (_HALF_LANES - 1))
-            if cutlass.const_expr(key.gated):
-                for unit in cutlass.range_constexpr(key.pass_rows // ROW_UNIT):
-                    if rows > key.pass_rows * part + ROW_UNIT * unit:
-                        kept = _load_stashed(stash, thread, key.pass_rows // 8 * part + 4 * unit)
-                        _stage_unit(lambda index, kept=kept: kept[index], s_lane, unit, True)
-                _sync()
-                r_gate.fill(0.0)  # so that no register holds those of the part before
-                if _reads(rows, first_row, warp, key):
-                    _keep(r_gate, _rotated_out(s_row, s_table, 0, key))
-                _sync()
-            for unit in cutlass.range_constexpr(key.pass_rows // ROW_UNIT):
-                if rows > key.pass_rows * part + ROW_UNIT * unit:
-                    first = key.pass_rows // 2 * part + 16 * unit
-                    _stage_unit(lambda index, first=first: r_sums[first + index], s_lane, unit, True)
+            _stage_part(r_sums, _staged_lane(warp, lane) + s_sums, rows, part, True, key)
             _sync()
             if _reads(rows, first_row, warp, key):
                 up = _rotated_out(s_row, s_table, key.linears - 1, key)
-                gate = [r_gate[index] for index in range(_HALF_CHANNELS)] if key.gated else None
-                joined = moe_math.activate(gate, up, key.activation)
+                joined = _joined(up, stash, thread, part, key)
                 values = _rotated_in(_scaled(joined, s_table + key.linears * _TABLE_BYTES), lane)
                 live = Boolean(row < rows)
                 _store_image(values, out, block, place[3] + row, out_rows, half, live)
             _sync()
 
 
-def _keep(r_kept: Any, values: list[Float32]) -> None:
-    for index, value in enumerate(values):
-        r_kept[index] = value
-
-
-def _load_stashed(stash: Int64, thread: Int32, first: int) -> list[Float32]:
-    """The sums of a 32-row unit."""
-    return [
-        value
-        for four in range(first, first + 4)
-        for value in gpu.load_floats(_stashed(stash, thread, four), 4, bypass_l1=True)
-    ]
+def _joined(up: list[Float32], stash: Int64, thread: Int32, part: int, key: GemmKey) -> list[Float32]:
+    """A lane's row of up activated; with a gate, by what it kept of its row of that."""
+    if not key.gated:
+        return moe_math.activate(None, up, key.activation)
+    joined: list[Float32] = []
+    for first in range(0, _HALF_CHANNELS, _JOINED_AT_ONCE):
+        gate = [
+            value
+            for four in range(first // 4, (first + _JOINED_AT_ONCE) // 4)
+            for value in gpu.load_floats(_kept(stash, thread, part, four, key), 4, bypass_l1=True)
+        ]
+        joined += moe_math.activate(gate, up[first : first + _JOINED_AT_ONCE], key.activation)
+    return joined
 
 
 def _rotated_out(s_row: Int32, s_table: Int32, linear: int, key: GemmKey) -> list[Float32]:

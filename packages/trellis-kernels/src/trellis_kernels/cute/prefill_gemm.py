@@ -21,27 +21,25 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import wgmma
-from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, stash_sums
-from trellis_kernels.cute.prefill_key import (
-    BLOCK_ROWS_MOST,
-    FEEDER_WARPS,
-    ROW_UNIT,
-    STASH_NBYTES,
-    THREAD_BLOCKS_MOST,
-    PrefillGemmKey,
+from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, keep_gate
+from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, FEEDER_WARPS, ROW_UNIT, PrefillGemmKey
+from trellis_kernels.cute.prefill_loop import (
+    CONSUMER_WARPS,
+    FULL_ARRIVALS,
+    accumulate,
+    accumulate_halves,
+    feed,
+    feed_info,
+    fill_law,
+    lane_column,
 )
-from trellis_kernels.cute.prefill_loop import CONSUMER_WARPS, accumulate, feed, feed_info, lane_column
 from trellis_kernels.cute.prefill_share import column_share
 
 __all__ = ["build"]
 
 _THREADS = (CONSUMER_WARPS + FEEDER_WARPS) * 32
-_FEEDER_REGISTERS = 40
-_CONSUMER_REGISTERS = 232
-_ENTRY_BYTES = 16
+_ENTRY_READ = 6  # words
 _TILE_ALIGNMENT = 1024
-_UNITS = BLOCK_ROWS_MOST // ROW_UNIT
-_STASH_BYTES = STASH_NBYTES // THREAD_BLOCKS_MOST
 
 
 @cute.jit
@@ -50,6 +48,7 @@ def _accumulate_block(
     barriers: cute.Pointer,
     s_rows: Int32,
     s_codes: Int32,
+    s_law: Int32,
     group: Int32,
     group_warp: Int32,
     position: Int32,
@@ -64,10 +63,10 @@ def _accumulate_block(
     units = (rows + (ROW_UNIT - 1)) // ROW_UNIT
     if cutlass.const_expr(not key.overwrites):
         r_sums.fill(0.0)
-    for count in cutlass.range_constexpr(1, _UNITS + 1):
+    for count in cutlass.range_constexpr(1, key.block_rows // ROW_UNIT + 1):
         if units == count:
-            accumulate(
-                r_sums, barriers, s_rows, s_codes + offset, before, group, position, steps, lane, half_bits,
+            (accumulate_halves if key.halves else accumulate)(
+                r_sums, barriers, s_rows, s_codes + offset, s_law, before, group, position, steps, lane, half_bits,
                 count * ROW_UNIT, key,
             )  # fmt: skip
 
@@ -75,8 +74,6 @@ def _accumulate_block(
 @cute.kernel
 def _gemm_kernel(
     words: Int64,
-    first_descriptors: Int64,
-    last_descriptors: Int64,
     first_image: Int64,
     last_image: Int64,
     entries: Int64,
@@ -90,6 +87,7 @@ def _gemm_kernel(
     last_bias: Int64,
     stash: Int64,
     weights: Int64,
+    law: Int64,
     image_rows: Int32,
     out_rows: Int32,
     scale_pitch: Int32,
@@ -98,6 +96,7 @@ def _gemm_kernel(
     steps: Int32,
     blocks: Int32,
     top_k: Int32,
+    code_place: Int32,
     factor: Float32,
     key: Constexpr,
 ):
@@ -115,83 +114,94 @@ def _gemm_kernel(
     s_tables = s_infos
     if cutlass.const_expr(key.tables):
         s_tables = shared.allocate_array(Uint32, key.table_bytes // 4, byte_alignment=128).toint()
+    s_law = s_tables
+    if cutlass.const_expr(key.law_bytes):
+        s_law = shared.allocate_array(Uint32, key.law_bytes // 4, byte_alignment=128).toint()
     barriers = shared.allocate_array(Int64, 2 * stages, byte_alignment=16)
     info_barriers = shared.allocate_array(Int64, 4, byte_alignment=16)
     if thread == 0:
         for stage in cutlass.range_constexpr(stages):
-            cute.arch.mbarrier_init(barriers + stage, 1)
+            cute.arch.mbarrier_init(barriers + stage, FULL_ARRIVALS)
             cute.arch.mbarrier_init(barriers + (stages + stage), CONSUMER_WARPS)
         for buffer in cutlass.range_constexpr(2):
             cute.arch.mbarrier_init(info_barriers + buffer, 1)
             cute.arch.mbarrier_init(info_barriers + (2 + buffer), CONSUMER_WARPS)
         cute.arch.mbarrier_init_fence()
+    fill_law(law, s_law, thread, _THREADS, key)
     cute.arch.sync_threads()
     tiles = gpu.load_ints(entry_count, 1)[0] * blocks
     position = Int32(0)
     turn = Int32(0)
     if warp >= CONSUMER_WARPS:
-        cute.arch.setmaxregister_decrease(_FEEDER_REGISTERS)
+        cute.arch.setmaxregister_decrease(key.registers[1])
         feeder = warp - CONSUMER_WARPS
+        r_next = cute.make_rmem_tensor(cute.make_layout((_ENTRY_READ,)), Int32)  # of the tile after this one
+        if first_tile < tiles:
+            _load_entry(r_next, entries, first_tile // blocks, code_place)
         for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
-            entry = gpu.load_ints(entries + Int64(tile // blocks) * _ENTRY_BYTES, 4)
+            entry = [r_next[index] for index in range(_ENTRY_READ)]
+            _load_entry(r_next, entries, cutlass.min(tile + tile_stride, tiles - 1) // blocks, code_place)
             block = tile % blocks
             if feeder == 0:
                 buffer = turn & 1
                 cute.arch.mbarrier_wait(info_barriers + (2 + buffer), ((turn >> 1) & 1) ^ 1)
                 feed_info(
-                    entry, block,
+                    entry[:4], block,
                     _tables(first_scales, last_scales, input_scales, first_bias, last_bias, scale_pitch,
                             input_scale_pitch, bias_pitch, key),
                     routes, s_infos + buffer * key.info_bytes, (info_barriers + buffer).toint(), lane, key,
                 )  # fmt: skip
             turn = turn + 1
-            feed(
-                words, first_descriptors, first_image, entry[0], entry[2], entry[3], block, blocks, position, steps,
-                image_rows, barriers, s_rows, s_codes, feeder, lane, key.half_bits[0], key,
-            )  # fmt: skip
-            position = position + steps
-            if cutlass.const_expr(key.gated):
+            for linear in cutlass.range_constexpr(key.linears):
                 feed(
-                    words, last_descriptors, last_image, entry[0], entry[2], entry[3], block, blocks, position, steps,
-                    image_rows, barriers, s_rows, s_codes, feeder, lane, key.half_bits[1], key,
+                    words + Int64(entry[ENTRY_CODES + linear]) * CODE_UNIT, (first_image, last_image)[linear],
+                    entry[2], entry[3], block, blocks, position, steps, image_rows, barriers, s_rows, s_codes, feeder,
+                    lane, key.half_bits[linear], key,
                 )  # fmt: skip
                 position = position + steps
     else:
-        cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(key.registers[0])
         group = warp >> 2
         group_warp = warp & 3
-        g_stash = stash + Int64(first_tile) * _STASH_BYTES
-        r_sums = cute.make_rmem_tensor(cute.make_layout((BLOCK_ROWS_MOST // 2,)), Float32)
+        g_stash = stash + Int64(first_tile) * key.stash_bytes
+        r_sums = cute.make_rmem_tensor(cute.make_layout((key.block_rows // 2,)), Float32)
         for _ in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
             buffer = turn & 1
             s_info = s_infos + buffer * key.info_bytes
             cute.arch.mbarrier_wait(info_barriers + buffer, (turn >> 1) & 1)
             rows = gpu.load_shared_int(s_info + 8)
+            fill_tables(s_info, s_tables, first_bias, last_bias, key)
             if cutlass.const_expr(key.linears == 2 and key.half_bits[0] == key.half_bits[1]):
                 for linear in cutlass.range(2, unroll=1):
                     _accumulate_block(
-                        r_sums, barriers, s_rows, s_codes, group, group_warp, position, steps, rows, lane,
+                        r_sums, barriers, s_rows, s_codes, s_law, group, group_warp, position, steps, rows, lane,
                         key.half_bits[0], key,
                     )  # fmt: skip
                     position = position + steps
                     if linear == 0:
-                        stash_sums(r_sums, g_stash, wgmma.thread_index(), rows, key)
+                        keep_gate(r_sums, s_sums, s_tables, s_info, g_stash, key)
             else:
                 for linear in cutlass.range_constexpr(key.linears):
                     _accumulate_block(
-                        r_sums, barriers, s_rows, s_codes, group, group_warp, position, steps, rows, lane,
+                        r_sums, barriers, s_rows, s_codes, s_law, group, group_warp, position, steps, rows, lane,
                         key.half_bits[linear], key,
                     )  # fmt: skip
                     position = position + steps
                     if cutlass.const_expr(linear + 1 < key.linears):
-                        stash_sums(r_sums, g_stash, wgmma.thread_index(), rows, key)
-            fill_tables(s_info, s_tables, first_bias, last_bias, key)
+                        keep_gate(r_sums, s_sums, s_tables, s_info, g_stash, key)
             if cutlass.const_expr(key.epilogue == "join"):
                 finish_join(r_sums, s_sums, s_tables, s_info, g_stash, out, out_rows, key)
             else:
                 finish_rows(r_sums, s_sums, s_tables, s_info, out, blocks, weights, top_k, factor, key)
             wgmma.arrive((info_barriers + (2 + buffer)).toint(), cutlass.Boolean(lane == 0))
             turn = turn + 1
+
+
+def _load_entry(r_entry: Any, entries: Int64, index: Int32, code_place: Int32) -> None:
+    """Read a row block, and where the codes of its linears start."""
+    g_entry = entries + Int64(index) * (4 * ENTRY_WORDS)
+    for place, value in enumerate([*gpu.load_ints(g_entry, 4), *gpu.load_ints(g_entry + Int64(code_place) * 4, 2)]):
+        r_entry[place] = value
 
 
 def _tables(
@@ -209,8 +219,6 @@ def _tables(
 @cute.jit
 def _gemm_host(
     words: Int64,
-    first_descriptors: Int64,
-    last_descriptors: Int64,
     first_image: Int64,
     last_image: Int64,
     entries: Int64,
@@ -224,6 +232,7 @@ def _gemm_host(
     last_bias: Int64,
     stash: Int64,
     weights: Int64,
+    law: Int64,
     image_rows: Int32,
     out_rows: Int32,
     scale_pitch: Int32,
@@ -232,16 +241,18 @@ def _gemm_host(
     steps: Int32,
     blocks: Int32,
     top_k: Int32,
+    code_place: Int32,
     thread_blocks: Int32,
     factor: Float32,
     key: Constexpr,
     stream: cuda.CUstream,
 ):
     _gemm_kernel(
-        words, first_descriptors, last_descriptors, first_image, last_image, entries, entry_count, routes, out,
-        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, image_rows, out_rows,
-        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, factor, key,
-    ).launch(grid=[thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        words, first_image, last_image, entries, entry_count, routes, out,
+        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, law, image_rows, out_rows,
+        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, code_place, factor, key,
+    ).launch(grid=[thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=key.resident,
+        preferred_smem_carveout=100 if key.resident > 1 else None)  # fmt: skip
 
 
 def build(key: PrefillGemmKey, options: str) -> Any:
@@ -252,8 +263,8 @@ def build(key: PrefillGemmKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (16 addresses, 9 numbers, factor, stream) in the order of the host function above.
+        A callable of (15 addresses, 10 numbers, factor, stream) in the order of the host function above.
     """
-    addresses = [Int64(0)] * 16
-    numbers = [Int32(1)] * 9
+    addresses = [Int64(0)] * 15
+    numbers = [Int32(1)] * 10
     return cute.compile(_gemm_host, *addresses, *numbers, Float32(1.0), key, cuda.CUstream(0), options=options)

@@ -6,10 +6,12 @@ An image is what the many-row GEMM copies to shared memory as it lies: for each 
 rows, 128 bytes a row, its channels in the order of `prefill_share.channel_order` and its 16-byte pieces in the swizzle
 of `wgmma`.  Rows of one expert follow each other, so a tile of any block of rows is contiguous, and one copy moves it.
 
-A warp takes units of 32 rows by 128 channels, a block of the rotation, for one image.  Rows are gathered into its own
-shared memory by asynchronous copies, one unit ahead; a lane then has a whole row of the unit, so that all seven
-butterflies are register additions, and the result goes back to that memory in the image's order, from where it is
-written in whole lines.  Lanes exchange nothing but through shared memory, which has no bank conflict.
+A warp takes units of 16 rows by 128 channels, a block of the rotation, for one image.  Rows are gathered into its own
+shared memory by asynchronous copies, one unit ahead; lanes r and r + 16 then have a row, a panel each, so that six
+butterflies are register additions and the last one is an exchange, and the result goes back to that memory in the
+image's order, from where it is written in whole lines.  Nothing else is exchanged but through shared memory, which has
+no bank conflict.  A whole row a lane would spare the exchange, but registers leave half as many warps, and those do not
+hide what they wait for.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import primitives, wgmma
 from trellis_kernels.cute.keys import VALUE_BYTES
-from trellis_kernels.cute.prefill_key import GEMM_ARCH, LEAST_SHARED_LIMIT, PrefillImageKey
+from trellis_kernels.cute.prefill_key import GEMM_ARCH, PrefillImageKey
 from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, PIECES, ROW_GROUP
 from trellis_kernels.cute.window import LANES
 
 __all__ = ["build"]
 
-_ROWS = LANES  # of a unit
+_ROWS = LANES // 2  # of a unit
 _GROUPS = _ROWS // ROW_GROUP
 _BUFFERS = 2
 _NORM = 1.0 / math.sqrt(HADAMARD_BLOCK)
@@ -50,8 +52,8 @@ def row_pitch(dtype: str) -> int:
 def warps(key: PrefillImageKey) -> tuple[int, int]:
     """Warps of a thread block, and thread blocks on an SM, that shared memory suffices for."""
     if key.arch == GEMM_ARCH:
-        return 5, (1 if key.in_dtype == "float32" else 2)
-    return min(4, LEAST_SHARED_LIMIT // warp_bytes(key)), 1
+        return (6 if key.in_dtype == "float32" else 10), 2
+    return 8 if key.in_dtype != "float32" else 4, 1
 
 
 def warp_bytes(key: PrefillImageKey) -> int:
@@ -66,7 +68,7 @@ def warp_bytes(key: PrefillImageKey) -> int:
 def _copy_rows(
     s_rows: Int32, x: Int64, source: Int32, pitch: Int32, channel: Int32, width: Int32, lane: Int32, dtype: str
 ) -> None:
-    """Start copying a unit's rows; lane r holds the row of x that is row r; channels from the width on are zeros."""
+    """Start copying a unit's rows; lane r holds the row of x of row r % 16; channels from the width on are zeros."""
     pieces = HADAMARD_BLOCK * VALUE_BYTES[dtype] // PIECE_BYTES  # of a row: 16 or 32
     piece_channels = PIECE_BYTES // VALUE_BYTES[dtype]
     rows_at_once = LANES // pieces
@@ -81,7 +83,7 @@ def _copy_rows(
 
 
 def _copy_scales(s_scales: Int32, scales: Int64, table_row: Int32, pitch: Int32, channel: Int32, lane: Int32) -> None:
-    """Start copying the scales of a unit's four groups of rows; lane r holds the table row of row r."""
+    """Start copying the scales of a unit's two groups of rows; lane r holds the table row of row r % 16."""
     pieces = _SCALE_BYTES // PIECE_BYTES
     piece = lane & (pieces - 1)
     for first in range(0, _GROUPS, LANES // pieces):
@@ -92,53 +94,62 @@ def _copy_scales(s_scales: Int32, scales: Int64, table_row: Int32, pitch: Int32,
 
 
 def _widen_scales(s_scales: Int32, s_factors: Int32, lane: Int32) -> None:
-    """Write a unit's scales times the norm as fp32; a lane has 16 of one group."""
-    for first in range(2):
-        words = primitives.load_shared(s_scales + lane * 32 + first * PIECE_BYTES, 4)
-        values = [value * Float32(_NORM) for word in words for value in gpu.floats_from(word, "float16")]
-        for part in range(2):
-            s_four = s_factors + lane * 64 + first * 32 + part * 16
-            gpu.store_shared_floats(s_four, values[4 * part : 4 * part + 4])
+    """Write a unit's scales times the norm as fp32; a lane has 8 of one group."""
+    words = primitives.load_shared(s_scales + lane * PIECE_BYTES, 4)
+    values = [value * Float32(_NORM) for word in words for value in gpu.floats_from(word, "float16")]
+    for part in range(2):
+        gpu.store_shared_floats(s_factors + lane * 32 + part * 16, values[4 * part : 4 * part + 4])
+
+
+def _lane_bytes(lane: Int32, dtype: str) -> Int32:
+    """Bytes from the start of a unit's rows to a lane's 64 channels."""
+    return (lane & (_ROWS - 1)) * row_pitch(dtype) + lane // _ROWS * (PANEL_CHANNELS * VALUE_BYTES[dtype])
+
+
+def _factor_bytes(lane: Int32) -> Int32:
+    """Bytes from the start of a unit's factors to those of a lane's 64 channels."""
+    return (lane & (_ROWS - 1)) // ROW_GROUP * _FACTOR_BYTES + lane // _ROWS * (PANEL_CHANNELS * 4)
 
 
 def _load_row(s_row: Int32, dtype: str) -> list[Uint32]:
-    """A lane's row of 128 channels, as words."""
-    size = HADAMARD_BLOCK * VALUE_BYTES[dtype]
+    """A lane's 64 channels of a row, as words."""
+    size = PANEL_CHANNELS * VALUE_BYTES[dtype]
     return [word for first in range(0, size, PIECE_BYTES) for word in primitives.load_shared(s_row + first, 4)]
 
 
 def _values(words: list[Uint32], dtype: str) -> list[Float32]:
-    """Words to the values of 128 channels."""
+    """Words to the values of 64 channels."""
     if dtype == "float32":
         return [gpu.float_from(word, dtype, 0) for word in words]
     return [value for word in words for value in gpu.floats_from(word, dtype)]
 
 
-def _rotated(values: list[Float32], s_factors: Int32) -> list[Float32]:
-    """128 values times a group's factors, rotated."""
+def _rotated(values: list[Float32], s_factors: Int32, lane: Int32) -> list[Float32]:
+    """64 values times their factors, rotated with those of the lane 16 away."""
     factors = [
-        value for first in range(0, HADAMARD_BLOCK, 4) for value in gpu.load_shared_floats(s_factors + first * 4, 4)
+        value for first in range(0, PANEL_CHANNELS, 4) for value in gpu.load_shared_floats(s_factors + first * 4, 4)
     ]
     values = [a * b for a, b in zip(values, factors, strict=True)]
-    for bit in range(7):
+    for bit in range(6):
         half = 1 << bit
         values = [
             values[index - half] - value if index & half else value + values[index + half]
             for index, value in enumerate(values)
         ]
-    return values
+    sign = Float32(1 - 2 * (lane // _ROWS))
+    return [gpu.fma(value, sign, gpu.lane_swap(value, _ROWS)) for value in values]
 
 
-def _stage_image(values: list[Float32], s_image: Int32, row: Int32) -> None:
-    """Write a lane's row, rounded to fp16, to the pieces of both panels of a unit's image in shared memory."""
+def _stage_image(values: list[Float32], s_image: Int32, lane: Int32) -> None:
+    """Write a lane's panel of a row, rounded to fp16, to its pieces of a unit's image in shared memory."""
+    row, panel = lane & (_ROWS - 1), lane // _ROWS
     swizzle = row & (ROW_GROUP - 1)
-    for panel in range(_PANELS):
-        for piece in range(PIECES):
-            i, z = divmod(piece, 2)
-            firsts = [PANEL_CHANNELS * panel + 16 * t + 8 * z + 2 * i for t in range(4)]
-            words = [gpu.pack_halves(values[first], values[first + 1]) for first in firsts]
-            s_row = s_image + panel * _PANEL_BYTES + row * PANEL_ROW_BYTES
-            gpu.store_shared_words(s_row + (piece ^ swizzle) * PIECE_BYTES, words)
+    s_row = s_image + panel * _PANEL_BYTES + row * PANEL_ROW_BYTES
+    for piece in range(PIECES):
+        i, z = divmod(piece, 2)
+        firsts = [16 * t + 8 * z + 2 * i for t in range(4)]
+        words = [gpu.pack_halves(values[first], values[first + 1]) for first in firsts]
+        gpu.store_shared_words(s_row + (piece ^ swizzle) * PIECE_BYTES, words)
 
 
 def _write_image(s_image: Int32, g_image: Int64, panel_bytes: Int64, rows: Int32, lane: Int32) -> None:
@@ -196,51 +207,60 @@ def _image_kernel(
     units = (cutlass.max(end, 0) + (_ROWS - 1)) // _ROWS * row_units
     stride = thread_blocks * block_warps
     first_unit = thread_block * block_warps + warp
-    # of the unit whose copies start next: each lane's row of x, and the table row of its expert
-    r_next = cute.make_rmem_tensor(cute.make_layout((2,)), Int32)
+    # a division would cost as much as a tenth of a unit, so places advance by additions
+    step_rows, step_inside = stride // row_units, stride % row_units
+    # of the unit whose copies start next: its rows, its place in them, each lane's row of x, its expert's table row
+    r_next = cute.make_rmem_tensor(cute.make_layout((4,)), Int32)
+    r_now = cute.make_rmem_tensor(cute.make_layout((2,)), Int32)  # rows and place of the unit at hand
+    r_next[0] = first_unit // row_units
+    r_next[1] = first_unit % row_units
     if first_unit < units:
         source, table_row = _find(
-            first_unit // row_units, end, first_slot, routes, block_experts, routes_per_row, route_count, scale_rows,
-            block_rows, lane,
+            r_next[0], end, first_slot, routes, block_experts, routes_per_row, route_count, scale_rows, block_rows,
+            lane,
         )  # fmt: skip
-        r_next[0] = source
-        r_next[1] = table_row
+        r_next[2] = source
+        r_next[3] = table_row
     # before the first unit there is a turn that only starts copies
     for turn in cutlass.range(-1, (units - first_unit + (stride - 1)) // stride, unroll=1):
-        unit = first_unit + turn * stride
-        following = unit + stride
-        if following < units:
+        row_unit, inside = r_now[0], r_now[1]
+        r_now[0] = r_next[0]
+        r_now[1] = r_next[1]
+        if first_unit + (turn + 1) * stride < units:
             buffer = (turn + 1) & 1
-            channel = following % row_units // images * HADAMARD_BLOCK
-            _copy_rows(s_warp + buffer * row_bytes, x, r_next[0], x_pitch, channel, width, lane, dtype)
+            channel = r_next[1] // images * HADAMARD_BLOCK
+            _copy_rows(s_warp + buffer * row_bytes, x, r_next[2], x_pitch, channel, width, lane, dtype)
             if cutlass.const_expr(key.images):
-                scales = last_scales if following % images else first_scales
-                _copy_scales(s_scales + buffer * scale_bytes, scales, r_next[1], scale_pitch, channel, lane)
+                scales = last_scales if r_next[1] % images else first_scales
+                _copy_scales(s_scales + buffer * scale_bytes, scales, r_next[3], scale_pitch, channel, lane)
+            over = r_next[1] + step_inside
+            carries = Int32(over >= row_units)
+            r_next[0] = r_next[0] + step_rows + carries
+            r_next[1] = over - carries * row_units
             source, table_row = _find(
-                (following + stride) // row_units, end, first_slot, routes, block_experts, routes_per_row, route_count,
-                scale_rows, block_rows, lane,
+                r_next[0], end, first_slot, routes, block_experts, routes_per_row, route_count, scale_rows, block_rows,
+                lane,
             )  # fmt: skip
-            r_next[0] = source
-            r_next[1] = table_row
+            r_next[2] = source
+            r_next[3] = table_row
         gpu.commit_copies()
         if turn >= 0:
             gpu.wait_for_copies(1)
             cute.arch.sync_warp()
             buffer = turn & 1
             s_unit = s_warp + buffer * row_bytes
-            values = _values(_load_row(s_unit + lane * row_pitch(dtype), dtype), dtype)
+            values = _values(_load_row(s_unit + _lane_bytes(lane, dtype), dtype), dtype)
             if cutlass.const_expr(key.images):
                 _widen_scales(s_scales + buffer * scale_bytes, s_factors, lane)
             cute.arch.sync_warp()  # every row is in registers, so that the image may lie where the rows did
             if cutlass.const_expr(key.images):
-                values = _rotated(values, s_factors + lane // ROW_GROUP * _FACTOR_BYTES)
+                values = _rotated(values, s_factors + _factor_bytes(lane), lane)
             _stage_image(values, s_unit, lane)
             cute.arch.sync_warp()
-            row = unit // row_units * _ROWS
-            panel = unit % row_units // images * _PANELS
+            row = row_unit * _ROWS
             panel_bytes = Int64(image_rows) * PANEL_ROW_BYTES
-            image = last_image if unit % images else first_image
-            g_image = image + Int64(panel) * panel_bytes + Int64(row) * PANEL_ROW_BYTES
+            image = last_image if inside % images else first_image
+            g_image = image + Int64(inside // images * _PANELS) * panel_bytes + Int64(row) * PANEL_ROW_BYTES
             _write_image(s_unit, g_image, panel_bytes, slots - row, lane)
             cute.arch.sync_warp()
 
@@ -250,7 +270,7 @@ def _find(
     routes_per_row: Int32, route_count: Int32, scale_rows: Int32, block_rows: Int32, lane: Int32,
 ) -> tuple[Int32, Int32]:  # fmt: skip
     """This lane's row of x in a unit, the last one for padding, and the row of its expert in a table of scales."""
-    slot = first_slot + cutlass.min(row_unit * _ROWS + lane, end - 1)
+    slot = first_slot + cutlass.min(row_unit * _ROWS + (lane & (_ROWS - 1)), end - 1)
     route = cutlass.min(gpu.load_ints(routes + Int64(slot) * 4, 1)[0], route_count - 1)
     expert = gpu.load_ints(block_experts + Int64(slot // block_rows) * 4, 1)[0]
     return route // routes_per_row, expert * Int32(scale_rows > 1)

@@ -5,48 +5,60 @@ Everything here is a pure function of numbers, so a planner can read it without 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from trellis_format.activations import Activation
 from trellis_format.codebooks import get_codebook
+from trellis_format.codebooks.lut_e4m3 import LutE4M3
+from trellis_format.codebooks.lut_fp16 import LutFp16
 from trellis_format.codebooks.mul1 import Mul1
 from trellis_format.codebooks.summed_halves import MCG, ThreeInst
 from trellis_format.rates import Rate
 from trellis_kernels.cute.keys import VALUE_BYTES, KernelKey
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, column_share
-from trellis_kernels.errors import KernelTypeError, KernelUnsupportedError, KernelValueError
+from trellis_kernels.errors import KernelTypeError, KernelValueError
 
 __all__ = [
-    "ARITHMETIC_CODEBOOKS",
     "BLOCK_ROWS_MOST",
+    "CODE_UNIT",
     "ENGINES",
+    "ENTRY_CODES",
     "ENTRY_WORDS",
     "EPILOGUES",
     "FEEDER_WARPS",
     "GEMM_ARCH",
+    "HALF_SHARED_LIMIT",
     "INFO_HEADER_BYTES",
     "INFO_TABLE_BYTES",
     "LEAST_SHARED_LIMIT",
+    "MIDDLE_ROWS_MOST",
+    "MIDDLE_WIDTH_MOST",
     "ROW_UNIT",
     "SHARED_LIMIT",
+    "SHORT_ROWS_MOST",
     "STASH_NBYTES",
+    "TABLE_BYTES",
     "THREAD_BLOCKS_MOST",
     "GemmKey",
     "PrefillGemmKey",
     "PrefillImageKey",
+    "PrefillMiddleKey",
     "PrefillMmaKey",
     "PrefillReduceKey",
     "PrefillScheduleKey",
+    "PrefillShortKey",
     "block_capacity",
-    "engine_of",
+    "engine_for",
+    "engines_for",
     "image_nbytes",
     "info_table",
     "prefill_keys",
 ]
 
-ARITHMETIC_CODEBOOKS = (ThreeInst.name, MCG.name, Mul1.name)
-"""Codebooks whose law takes no table, for which the loop has no shared memory."""
+TABLE_BYTES = {LutE4M3.name: 8192, LutFp16.name: 512}
+"""Shared memory of the table of each codebook whose law takes one."""
 BLOCK_ROWS_MOST = 256
 """Token rows of a block: the columns of one `wgmma`."""
 ROW_UNIT = 32
@@ -56,14 +68,21 @@ FEEDER_WARPS = 4
 whole warpgroups."""
 GEMM_ARCH = "sm_90a"
 """The compile target that has `wgmma`."""
-ENTRY_WORDS = 4
-"""32-bit words of a row block: expert, first slot, rows, first row of the image."""
+ENTRY_WORDS = 8
+"""32-bit words of a row block: expert, first slot, rows, first row of the image; from `ENTRY_CODES` on where the codes
+of each linear start, in units of `CODE_UNIT`."""
+ENTRY_CODES = 4
+"""Place of the first of them in a row block."""
+CODE_UNIT = 16
+"""Bytes in which row blocks say where codes start."""
 EPILOGUES = ("rows", "down", "add", "join")
 """What becomes of the sums: `rows` as they are; `down` rotated out; `add` that, weighted, rounded and added to the row
 of the token by atomic additions; `join` activated and rotated in."""
 
 SHARED_LIMIT = 232_448 - 1024
 """Shared memory of a thread block on sm_90, in bytes, without what the system keeps."""
+HALF_SHARED_LIMIT = 233_472 // 2 - 1024
+"""The same where two thread blocks share a multiprocessor."""
 
 _ALIGNMENT = 1024  # of a row tile, the period of its swizzle
 _BARRIER_BYTES = 16  # of a stage: full and empty
@@ -75,11 +94,11 @@ INFO_HEADER_BYTES = 128
 INFO_TABLE_BYTES = BLOCK_CHANNELS * 2
 """Bytes of a block's part of a float16 table."""
 THREAD_BLOCKS_MOST = 144
-"""Thread blocks of a launch: multiprocessors of the largest device that has `wgmma`."""
+"""Multiprocessors of the largest device that has `wgmma`, each of which has one thread block or more."""
 LEAST_SHARED_LIMIT = 101_376 - 1024
 """Shared memory of a thread block on the targets that have the least, in bytes, without what the system keeps."""
 STASH_NBYTES = THREAD_BLOCKS_MOST * BLOCK_ROWS_MOST * BLOCK_CHANNELS * 4
-"""Bytes of the memory in which the sums of gate wait for those of up: a tile of float32 for each thread block."""
+"""Bytes of the memory in which gate waits for up: a tile of float32 for each thread block."""
 
 _INFO_ROUTES_BYTES = BLOCK_ROWS_MOST * 4
 _INFO_BUFFERS = 2
@@ -121,7 +140,6 @@ class _GemmKey(KernelKey):
 
     Raises:
         FormatValueError: if the codebook is unknown or a rate not legal for it.
-        KernelUnsupportedError: if the codebook's law needs a table.
         KernelTypeError, KernelValueError: if the parts do not fit each other.
     """
 
@@ -133,6 +151,8 @@ class _GemmKey(KernelKey):
     """Shared memory of a thread block, in bytes."""
     most_stages: ClassVar[int]
     """Steps in flight where shared memory suffices."""
+    resident: ClassVar[int] = 1
+    """Thread blocks that share a multiprocessor."""
 
     codebook: str
     half_bits: tuple[int, ...]
@@ -146,11 +166,6 @@ class _GemmKey(KernelKey):
         super().__post_init__()
         for half_bits in self.half_bits:
             get_codebook(self.codebook).check_rate(Rate(half_bits))
-        if self.codebook not in ARITHMETIC_CODEBOOKS:
-            raise KernelUnsupportedError(
-                f"the many-row GEMM has no table of codebook {self.codebook}; "
-                f"without one: {', '.join(ARITHMETIC_CODEBOOKS)}"
-            )
         _check_member("epilogue", self.epilogue, EPILOGUES)
         adds = self.epilogue == "add"
         _check_member("out_dtype", self.out_dtype, ("float16", "bfloat16") if adds else ("float16", "float32"))
@@ -191,7 +206,22 @@ class _GemmKey(KernelKey):
 
         Sums that are overwritten have their registers through the epilogue before, which others need.
         """
-        return self.epilogue in ("rows", "down") and not any(self.biased)
+        return self.resident == 1 and self.epilogue in ("rows", "down") and not any(self.biased)
+
+    @property
+    def law_bytes(self) -> int:
+        """Bytes of the codebook's table, 0 without one."""
+        return TABLE_BYTES.get(self.codebook, 0)
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes in which a thread block keeps gate until up is there."""
+        return self.passes * self.pass_rows * BLOCK_CHANNELS * 4
+
+    @property
+    def passes(self) -> int:
+        """Times that sums of a block go through shared memory."""
+        return -(-self.block_rows // self.pass_rows)
 
     @property
     def scale_tables(self) -> int:
@@ -231,7 +261,7 @@ class _GemmKey(KernelKey):
 
     @property
     def _work_bytes(self) -> int:
-        return self.sum_bytes + self.table_bytes + _INFO_BUFFERS * (self.info_bytes + _BARRIER_BYTES)
+        return self.law_bytes + self.sum_bytes + self.table_bytes + _INFO_BUFFERS * (self.info_bytes + _BARRIER_BYTES)
 
     @property
     def stages(self) -> int:
@@ -279,11 +309,49 @@ class PrefillGemmKey(_GemmKey):
     pass_rows: ClassVar[int] = 128
     shared_limit: ClassVar[int] = SHARED_LIMIT
     most_stages: ClassVar[int] = 8
+    registers: ClassVar[tuple[int, int]] = (232, 40)
+    """Of a thread that multiplies and of one that feeds, once they have been handed over."""
+    halves: ClassVar[bool] = False
+    """Whether half a step is decoded at a time, into half as many registers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.arch != GEMM_ARCH:
             raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not {GEMM_ARCH}")
+
+    @property
+    def by_products(self) -> bool:
+        """Whether products of the warp finish the decoding, which pays where few rows leave the tensor cores idle.
+
+        It does for codebooks that are bound by permutes and logic; mul1 takes as long either way.
+        """
+        return self.resident > 1 and self.codebook in (ThreeInst.name, MCG.name)
+
+
+@dataclass(frozen=True)
+class PrefillShortKey(PrefillGemmKey):
+    """The same GEMM in row blocks so short that two thread blocks share a multiprocessor; see `_GemmKey`.
+
+    Twice the warps hide what decoding waits for, and the products of one thread block run beside the epilogue of the
+    other.  A weight is decoded for at most 64 rows, so this is for experts that have no more.
+    """
+
+    kernel: ClassVar[str] = "prefill_short"
+    block_rows: ClassVar[int] = 64
+    pass_rows: ClassVar[int] = 64
+    shared_limit: ClassVar[int] = HALF_SHARED_LIMIT
+    resident: ClassVar[int] = 2
+    registers: ClassVar[tuple[int, int]] = (104, 32)
+
+
+@dataclass(frozen=True)
+class PrefillMiddleKey(PrefillShortKey):
+    """The same for up to 96 rows, which leave registers for the fragments of half a step; see `_GemmKey`."""
+
+    kernel: ClassVar[str] = "prefill_middle"
+    block_rows: ClassVar[int] = 96
+    pass_rows: ClassVar[int] = 96
+    halves: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -302,13 +370,40 @@ GemmKey = PrefillGemmKey | PrefillMmaKey
 """The many-row grouped GEMM on some target."""
 
 
-ENGINES: dict[str, type[PrefillGemmKey] | type[PrefillMmaKey]] = {"wgmma": PrefillGemmKey, "mma": PrefillMmaKey}
-"""The kinds of many-row grouped GEMM by the instruction that they multiply with."""
+ENGINES: dict[str, type[PrefillGemmKey] | type[PrefillMmaKey]] = {
+    "wgmma_short": PrefillShortKey,
+    "wgmma_middle": PrefillMiddleKey,
+    "wgmma_tall": PrefillGemmKey,
+    "mma": PrefillMmaKey,
+}
+"""The kinds of many-row grouped GEMM by the instruction that they multiply with and their row blocks."""
+SHORT_ROWS_MOST = 52
+"""Rows of an average expert up to which `wgmma_short` is fastest: beyond, too many experts need two blocks."""
+MIDDLE_ROWS_MOST = 72
+"""Likewise of `wgmma_middle`, where a tile has few steps, so that what lies around them counts."""
+MIDDLE_WIDTH_MOST = 1024
+"""Intermediate channels up to which it has few."""
 
 
-def engine_of(arch: str) -> str:
-    """The kind of many-row grouped GEMM that a target takes."""
-    return "wgmma" if arch == GEMM_ARCH else "mma"
+def engine_for(arch: str, rows: float, width: int) -> str:
+    """The kind that a target takes.  Bits differ between targets alone.
+
+    Args:
+        arch: compile target.
+        rows: of an average expert.
+        width: intermediate channels.
+    """
+    if arch != GEMM_ARCH:
+        return "mma"
+    if rows <= SHORT_ROWS_MOST:
+        return "wgmma_short"
+    return "wgmma_middle" if rows <= MIDDLE_ROWS_MOST and width <= MIDDLE_WIDTH_MOST else "wgmma_tall"
+
+
+def engines_for(arch: str, rows: float, width: int) -> tuple[str, ...]:
+    """The kinds that a target takes for at most so many rows of an average expert, that of the fewest first."""
+    above = [most + 1 for most in (0, SHORT_ROWS_MOST, MIDDLE_ROWS_MOST) if most < rows]
+    return tuple(dict.fromkeys(engine_for(arch, min(least, rows), width) for least in above))
 
 
 @dataclass(frozen=True)
@@ -395,16 +490,24 @@ def prefill_keys(arch: str) -> tuple[KernelKey, ...]:
 
     There is one for every combination of rates, law and biases, which a plan lists and compiles; these stand for them.
     """
-    gemm = ENGINES[engine_of(arch)]
-    silu = Activation("silu")
+    kinds = [ENGINES[engine] for engine in engines_for(arch, math.inf, MIDDLE_WIDTH_MOST)]
+    kind = kinds[-1]
     return (
-        PrefillScheduleKey(arch, gemm.block_rows),
+        *(PrefillScheduleKey(arch, gemm.block_rows) for gemm in kinds),
         *(PrefillImageKey(arch, dtype, images) for dtype in VALUE_BYTES for images in (0, 1, 2)),
         *(PrefillReduceKey(arch, "float32", dtype) for dtype in VALUE_BYTES),
-        gemm(arch, Mul1.name, (6,)),
-        gemm(arch, Mul1.name, (6, 6), "join", silu, biased=(False, False)),
-        gemm(arch, MCG.name, (6, 6), "join", silu, biased=(False, False)),
+        *(key for gemm in kinds for key in _layer_keys(arch, gemm)),
+        kind(arch, Mul1.name, (6,)),
+        kind(arch, ThreeInst.name, (8,), "down", biased=(True,), out_dtype="float16"),
+        kind(arch, MCG.name, (6,), "add", out_dtype="bfloat16", weight_dtype="float32"),
+        kind(arch, LutE4M3.name, (6, 6), "join", Activation("silu"), biased=(False, False)),
+        kind(arch, LutFp16.name, (10,), "down", out_dtype="float16"),
+    )
+
+
+def _layer_keys(arch: str, gemm: type[PrefillGemmKey] | type[PrefillMmaKey]) -> tuple[GemmKey, ...]:
+    return (
+        gemm(arch, Mul1.name, (6, 6), "join", Activation("silu"), biased=(False, False)),
+        gemm(arch, MCG.name, (6, 6), "join", Activation("silu"), biased=(False, False)),
         gemm(arch, Mul1.name, (6,), "down", out_dtype="float16"),
-        gemm(arch, ThreeInst.name, (8,), "down", biased=(True,), out_dtype="float16"),
-        gemm(arch, MCG.name, (6,), "add", out_dtype="bfloat16", weight_dtype="float32"),
     )

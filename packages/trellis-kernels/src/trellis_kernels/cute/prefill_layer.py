@@ -7,6 +7,7 @@ be captured; what work there is, kernels find out on the device.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -26,7 +27,7 @@ from trellis_kernels.cute.prefill import (
     make_image,
     sum_rows,
 )
-from trellis_kernels.cute.prefill_key import ENTRY_WORDS
+from trellis_kernels.cute.prefill_key import ENTRY_CODES, ENTRY_WORDS
 from trellis_kernels.cute.prefill_plan import SCRATCH_ALIGNMENT, PrefillPlan
 from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, ROW_GROUP
 from trellis_kernels.cute.route_pack import pack_into
@@ -36,6 +37,7 @@ from trellis_prep import PreparedExperts
 
 __all__ = ["PrefillLayer"]
 
+_MOST_CODE_WORDS = 4 << 31  # row blocks say where codes start in units of 16 bytes, by 31 bits
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -124,7 +126,7 @@ class PrefillLayer:
             clear_sums(self._sums, x.shape[0])
         pack_into(topk_ids, self._packed, self._parts["pack_work"].view(torch.int32), expert_map=expert_map)
         for first, slots in plan.windows(routes):
-            self._run_window(x, Window(first, slots), routes, topk_weights, factor)
+            self._run_window(x, Window(first, slots), routes, topk_weights, factor, plan.engine_for(routes))
         if plan.reduction == "atomic":
             copy_sums(self._sums, out)
             return
@@ -147,7 +149,7 @@ class PrefillLayer:
         return self._parts["sums"].view(torch.float32).view(-1, self.plan.padded_hidden)
 
     def _run_window(
-        self, x: torch.Tensor, window: Window, routes: int, topk_weights: torch.Tensor, factor: float
+        self, x: torch.Tensor, window: Window, routes: int, topk_weights: torch.Tensor, factor: float, engine: str
     ) -> None:
         plan, experts, packed = self.plan, self.experts, self._packed
         entries = self._parts["entries"].view(torch.int32).view(-1, ENTRY_WORDS)
@@ -159,22 +161,29 @@ class PrefillLayer:
         make_image(x, packed, inputs, images, window, route_count=routes, routes_per_row=plan.top_k)
         names = experts.source.geometry.projections
         for rates in plan.up_rates:
-            blocks = make_blocks(packed, tuple(ups), rates, window, entries, count, engine=plan.engine)
+            # one cut of the rows serves all linears where every expert has the same rates
+            cut = (*ups, down) if plan.is_uniform else tuple(ups)
+            blocks = make_blocks(
+                packed, cut, (*rates, *plan.down_rates)[: len(cut)], window, entries, count, engine=engine
+            )
             join_rows(
                 tuple(ups),
                 images,
-                blocks,
+                replace(blocks, half_bits=rates),
                 packed,
                 scales=tuple(experts.intermediate_scales[:, index] for index in range(len(ups))),
                 biases=tuple(experts.biases.get(name) for name in names[:-1]),
                 input_scales=experts.intermediate_scales[:, len(ups)],
                 activation=plan.activation,
                 stash=self._parts.get("stash"),
-                engine=plan.engine,
+                engine=engine,
                 out=joined,
             )
         for rate in plan.down_rates:
-            blocks = make_blocks(packed, (down,), (rate,), window, entries, count, engine=plan.engine)
+            if plan.is_uniform:
+                blocks = replace(blocks, half_bits=(rate,), code_place=ENTRY_CODES + 2)
+            else:
+                blocks = make_blocks(packed, (down,), (rate,), window, entries, count, engine=engine)
             scales, bias = experts.output_scales, experts.biases.get(Projection.DOWN)
             if plan.reduction == "atomic":
                 add_rows(
@@ -187,11 +196,11 @@ class PrefillLayer:
                     weights=topk_weights,
                     factor=factor,
                     dtype=_DTYPES[plan.out_dtype],
-                    engine=plan.engine,
+                    engine=engine,
                     out=self._sums,
                 )
             else:
-                down_rows(down, joined, blocks, packed, scales=scales, bias=bias, engine=plan.engine, out=self._rows)
+                down_rows(down, joined, blocks, packed, scales=scales, bias=bias, engine=engine, out=self._rows)
 
     def _image(self, name: str) -> torch.Tensor:
         return self._parts[name].view(torch.float16).view(-1, self.plan.window_slots, PANEL_CHANNELS)
@@ -238,6 +247,8 @@ def _check_scratch(experts: PreparedExperts, plan: PrefillPlan, scratch: torch.T
 def _check_experts(experts: PreparedExperts, plan: PrefillPlan) -> None:
     if experts.device.type != "cuda":
         raise KernelTypeError(f"the experts must be on a CUDA device, got {experts.device}")
+    if experts.codes.numel() > _MOST_CODE_WORDS:
+        raise KernelValueError(f"{experts.codes.numel()} words of codes: at most {_MOST_CODE_WORDS} are addressed")
     source, geometry = experts.source, experts.source.geometry
     rates = [tuple(row) for row in experts.layout.half_bits.tolist()]
     found = {

@@ -19,18 +19,17 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
 
 from trellis_format.rates import TILE, Rate
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute import primitives
-from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, stash_sums
+from trellis_kernels.cute import primitives, wgmma
+from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, keep_gate
 from trellis_kernels.cute.prefill_key import (
+    CODE_UNIT,
     ENTRY_WORDS,
     INFO_HEADER_BYTES,
     ROW_UNIT,
-    STASH_NBYTES,
-    THREAD_BLOCKS_MOST,
     PrefillMmaKey,
     info_table,
 )
-from trellis_kernels.cute.prefill_loop import decode_fragment, lane_column, load_words
+from trellis_kernels.cute.prefill_loop import decode_fragment, fill_law, lane_column, load_words
 from trellis_kernels.cute.prefill_share import (
     BLOCK_CHANNELS,
     PANEL_ROW_BYTES,
@@ -45,9 +44,7 @@ __all__ = ["build"]
 _THREADS = 256
 _FRAGMENTS = 4
 _COLUMNS = 8  # rows of a product
-_DESCRIPTOR_BYTES = 16
 _BLOCK_TILES = BLOCK_CHANNELS // TILE
-_STASH_BYTES = STASH_NBYTES // THREAD_BLOCKS_MOST
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -69,15 +66,15 @@ def _copy_step(
     span = _THREADS * PIECE_BYTES
     for first in range(0, key.row_stage_bytes, span):
         offset = thread * PIECE_BYTES + first
-        inside = cutlass.min(offset, row_bytes - PIECE_BYTES)  # past the rows, the last piece again
-        gpu.copy_to_shared(s_rows + inside, g_rows + Int64(inside), PIECE_BYTES)
+        wgmma.copy_where(s_rows + offset, g_rows + Int64(offset), Boolean(offset < row_bytes))
     pieces = share.row_bytes // PIECE_BYTES
     for first in range(0, STEP_TILE_ROWS * pieces, _THREADS):
-        piece = cutlass.min(thread + first, STEP_TILE_ROWS * pieces - 1)
+        piece = thread + first
         row, inside = piece // pieces, piece % pieces * PIECE_BYTES
-        gpu.copy_to_shared(
-            s_codes + row * share.row_pitch + inside, g_codes + Int64(row) * code_pitch + Int64(inside), PIECE_BYTES
-        )
+        s_piece = s_codes + row * share.row_pitch + inside
+        g_piece = g_codes + Int64(row) * code_pitch + Int64(inside)
+        live = None if first + _THREADS <= STEP_TILE_ROWS * pieces else Boolean(piece < STEP_TILE_ROWS * pieces)
+        wgmma.copy_where(s_piece, g_piece, live)
     gpu.commit_copies()
 
 
@@ -88,6 +85,7 @@ def _accumulate(
     g_codes: Int64,
     s_rows: Int32,
     s_codes: Int32,
+    s_law: Int32,
     image_rows: Int32,
     blocks: Int32,
     steps: Int32,
@@ -122,7 +120,7 @@ def _accumulate(
         words = load_words(s_codes + buffer * key.code_stage_bytes + column, before, share, group)
         s_row = s_rows + buffer * key.row_stage_bytes + (lane >> 2) * PANEL_ROW_BYTES
         for index in cutlass.range_constexpr(_FRAGMENTS):
-            fragment = decode_fragment(words, share, index, key.codebook)
+            fragment = decode_fragment(words, share, index, key.codebook, s_law)
             places = [s_row + fragment_offset(lane, index, half) for half in range(2)]
             for unit in cutlass.range_constexpr(key.block_rows // ROW_UNIT):
                 if rows > ROW_UNIT * unit:
@@ -177,8 +175,6 @@ def _load_info(
 @cute.kernel
 def _mma_kernel(
     words: Int64,
-    first_descriptors: Int64,
-    last_descriptors: Int64,
     first_image: Int64,
     last_image: Int64,
     entries: Int64,
@@ -192,6 +188,7 @@ def _mma_kernel(
     last_bias: Int64,
     stash: Int64,
     weights: Int64,
+    law: Int64,
     image_rows: Int32,
     out_rows: Int32,
     scale_pitch: Int32,
@@ -200,6 +197,7 @@ def _mma_kernel(
     steps: Int32,
     blocks: Int32,
     top_k: Int32,
+    code_place: Int32,
     factor: Float32,
     key: Constexpr,
 ):
@@ -214,31 +212,35 @@ def _mma_kernel(
     s_tables = s_info
     if cutlass.const_expr(key.tables):
         s_tables = shared.allocate_array(Uint32, key.table_bytes // 4, byte_alignment=128).toint()
-    g_stash = stash + Int64(first_tile) * _STASH_BYTES
+    s_law = s_tables
+    if cutlass.const_expr(key.law_bytes):
+        s_law = shared.allocate_array(Uint32, key.law_bytes // 4, byte_alignment=128).toint()
+    fill_law(law, s_law, thread, _THREADS, key)  # seen after the barrier before the first step
+    g_stash = stash + Int64(first_tile) * key.stash_bytes
     r_sums = cute.make_rmem_tensor(cute.make_layout((key.block_rows // 2,)), Float32)
     tiles = gpu.load_ints(entry_count, 1)[0] * blocks
     for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
         entry = gpu.load_ints(entries + Int64(tile // blocks) * (4 * ENTRY_WORDS), 4)
         expert, slot, rows, image_row = entry[0], entry[1], entry[2], entry[3]
+        codes = gpu.load_ints(entries + (Int64(tile // blocks) * ENTRY_WORDS + Int64(code_place)) * 4, 2)
         block = tile % blocks
-        for linear in cutlass.range_constexpr(key.linears):
-            share = column_share(key.rates[linear])
-            descriptors = (first_descriptors, last_descriptors)[linear]
-            first_word = gpu.load_longs(descriptors + Int64(expert) * _DESCRIPTOR_BYTES, 1)[0]
-            g_codes = words + first_word * 4 + Int64(block) * share.row_bytes
-            g_rows = (first_image, last_image)[linear] + Int64(image_row) * PANEL_ROW_BYTES
-            _accumulate(
-                r_sums, g_rows, g_codes, s_rows, s_codes, image_rows, blocks, steps, rows, thread,
-                key.half_bits[linear], key,
-            )  # fmt: skip
-            if cutlass.const_expr(linear + 1 < key.linears):
-                stash_sums(r_sums, g_stash, thread, rows, key)
+        cute.arch.sync_threads()  # the tile before has done with its information
         _load_info(
             expert, slot, rows, image_row, block, routes, first_scales, last_scales, input_scales, first_bias,
             last_bias, scale_pitch, input_scale_pitch, bias_pitch, s_info, thread, key,
         )  # fmt: skip
         cute.arch.sync_threads()
         fill_tables(s_info, s_tables, first_bias, last_bias, key)
+        for linear in cutlass.range_constexpr(key.linears):
+            share = column_share(key.rates[linear])
+            g_codes = words + Int64(codes[linear]) * CODE_UNIT + Int64(block) * share.row_bytes
+            g_rows = (first_image, last_image)[linear] + Int64(image_row) * PANEL_ROW_BYTES
+            _accumulate(
+                r_sums, g_rows, g_codes, s_rows, s_codes, s_law, image_rows, blocks, steps, rows, thread,
+                key.half_bits[linear], key,
+            )  # fmt: skip
+            if cutlass.const_expr(linear + 1 < key.linears):
+                keep_gate(r_sums, s_sums, s_tables, s_info, g_stash, key)
         if cutlass.const_expr(key.epilogue == "join"):
             finish_join(r_sums, s_sums, s_tables, s_info, g_stash, out, out_rows, key)
         else:
@@ -249,8 +251,6 @@ def _mma_kernel(
 @cute.jit
 def _mma_host(
     words: Int64,
-    first_descriptors: Int64,
-    last_descriptors: Int64,
     first_image: Int64,
     last_image: Int64,
     entries: Int64,
@@ -264,6 +264,7 @@ def _mma_host(
     last_bias: Int64,
     stash: Int64,
     weights: Int64,
+    law: Int64,
     image_rows: Int32,
     out_rows: Int32,
     scale_pitch: Int32,
@@ -272,15 +273,16 @@ def _mma_host(
     steps: Int32,
     blocks: Int32,
     top_k: Int32,
+    code_place: Int32,
     thread_blocks: Int32,
     factor: Float32,
     key: Constexpr,
     stream: cuda.CUstream,
 ):
     _mma_kernel(
-        words, first_descriptors, last_descriptors, first_image, last_image, entries, entry_count, routes, out,
-        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, image_rows, out_rows,
-        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, factor, key,
+        words, first_image, last_image, entries, entry_count, routes, out,
+        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, law, image_rows, out_rows,
+        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, code_place, factor, key,
     ).launch(grid=[thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
 
@@ -294,6 +296,6 @@ def build(key: PrefillMmaKey, options: str) -> Any:
     Returns:
         A callable of the arguments of `prefill_gemm.build`'s.
     """
-    addresses = [Int64(0)] * 16
-    numbers = [Int32(1)] * 9
+    addresses = [Int64(0)] * 15
+    numbers = [Int32(1)] * 10
     return cute.compile(_mma_host, *addresses, *numbers, Float32(1.0), key, cuda.CUstream(0), options=options)

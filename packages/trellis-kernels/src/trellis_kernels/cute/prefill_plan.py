@@ -26,7 +26,8 @@ from trellis_kernels.cute.prefill_key import (
     PrefillReduceKey,
     PrefillScheduleKey,
     block_capacity,
-    engine_of,
+    engine_for,
+    engines_for,
     image_nbytes,
 )
 from trellis_kernels.cute.prefill_share import ROW_GROUP
@@ -71,7 +72,8 @@ class PrefillPlan:
         window_slots: packed slots whose images exist at once, a multiple of 8.
         reduction: `ordered`, by slot and with repeated bits, from a row for each route; or `atomic`, in any order and
             from terms rounded to `out_dtype`, in a row for each token.
-        engine: what multiplies, one of `ENGINES`.
+        engine: what multiplies, one of `ENGINES`; None is what suits the routes of a chunk.
+        route_experts: experts that routes are spread over, those of other ranks included; 0 is `num_experts`.
     """
 
     arch: str
@@ -93,17 +95,36 @@ class PrefillPlan:
     chunk_tokens: int
     window_slots: int
     reduction: str = "ordered"
-    engine: str = "wgmma"
+    engine: str | None = None
+    route_experts: int = 0
 
     @property
     def group_rows(self) -> int:
         """Rows that an expert's routes are padded to."""
         return ROW_GROUP
 
+    def engine_for(self, routes: int) -> str:
+        """What multiplies a chunk of so many routes; no bit of the result depends on it."""
+        return self.engine or engine_for(self.arch, self._rows(routes), self.width)
+
+    def _rows(self, routes: int) -> float:
+        """Routes of an average expert."""
+        return routes / (self.route_experts or self.num_experts)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Whatever multiplies a chunk, that of the fewest routes first."""
+        return (self.engine,) if self.engine else engines_for(self.arch, self._rows(self.chunk_routes), self.width)
+
     @property
     def block_rows(self) -> int:
-        """Most rows that share the decoding of a weight."""
-        return ENGINES[self.engine].block_rows
+        """Most rows that share the decoding of a weight, where they are the fewest."""
+        return min(ENGINES[engine].block_rows for engine in self.engines)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all experts have the same rates, so that one cut of their rows serves every linear."""
+        return len(self.up_rates) == len(self.down_rates) == 1
 
     @property
     def images(self) -> int:
@@ -169,9 +190,14 @@ class PrefillPlan:
     @property
     def keys(self) -> tuple[KernelKey, ...]:
         """Every kernel that a launch may take."""
-        return (*self._pack_keys(), PrefillScheduleKey(self.arch, self.block_rows), self.image_key,
-                *(self.join_key(rates) for rates in self.up_rates), *(self.down_key(rate) for rate in self.down_rates),
-                *self.reduce_keys)  # fmt: skip
+        return (
+            *self._pack_keys(),
+            *(PrefillScheduleKey(self.arch, ENGINES[engine].block_rows) for engine in self.engines),
+            self.image_key,
+            *(self.join_key(rates, engine) for engine in self.engines for rates in self.up_rates),
+            *(self.down_key(rate, engine) for engine in self.engines for rate in self.down_rates),
+            *self.reduce_keys,
+        )
 
     def _pack_keys(self) -> tuple[KernelKey, ...]:
         smallest = PackKey.EXPERT_CLASSES[0]
@@ -196,9 +222,9 @@ class PrefillPlan:
             )
         return (PrefillReduceKey(self.arch, self.weight_dtype, self.out_dtype),)
 
-    def join_key(self, rates: tuple[int, ...]) -> GemmKey:
+    def join_key(self, rates: tuple[int, ...], engine: str) -> GemmKey:
         """The kernel of gate and up at one combination of rates."""
-        return ENGINES[self.engine](
+        return ENGINES[engine](
             arch=self.arch,
             codebook=self.codebook,
             half_bits=rates,
@@ -207,9 +233,9 @@ class PrefillPlan:
             biased=self.biased[:-1],
         )
 
-    def down_key(self, rate: int) -> GemmKey:
+    def down_key(self, rate: int, engine: str) -> GemmKey:
         """The kernel of down at one rate."""
-        return ENGINES[self.engine](
+        return ENGINES[engine](
             arch=self.arch,
             codebook=self.codebook,
             half_bits=(rate,),
@@ -233,6 +259,7 @@ def plan_prefill(
     weight_dtype: str = "float32",
     scratch_bound: int | None = None,
     reduction: str = "ordered",
+    route_experts: int | None = None,
 ) -> PrefillPlan:
     """The kernels for a layer at a capacity, in the fewest chunks, then the fewest windows, that a bound allows.
 
@@ -248,11 +275,12 @@ def plan_prefill(
         weight_dtype: of the router weights.
         scratch_bound: most bytes of scratch; None is no bound, one chunk and one window.
         reduction: `ordered` or `atomic`; see `PrefillPlan`.
+        route_experts: experts that routes are spread over (default: the rank's).
 
     Raises:
         KernelUnsupportedError: if the layer is one that these kernels do not take, or no activation is known.
         KernelValueError: if a number is out of range, or the bound is too small for one token.
-        FormatValueError: if the codebook cannot be compiled.
+        FormatValueError: if a rate is not one of the codebook's.
     """
     law = activation or source.activation
     share = extent or source.extent
@@ -289,7 +317,8 @@ def plan_prefill(
         chunk_tokens=max_tokens,
         window_slots=ROW_GROUP,
         reduction=reduction,
-        engine=engine_of(arch),
+        engine="mma" if engine_for(arch, 1, share.width) == "mma" else None,
+        route_experts=route_experts or geometry.num_experts,
     )
     plan = _within(whole, math.inf if scratch_bound is None else scratch_bound)
     if not plan.keys:  # building them refuses an illegal combination here rather than at the first launch

@@ -5,7 +5,8 @@ It must not know tensors, codes or rows.
 A thread has an expert, and counts the blocks before its own by a sum over its warp and one over the warps.  A segment
 is cut into the fewest blocks of at most so many rows as a block may have, and those are made as even as multiples of 32
 rows allow, because a block costs the decoding of its weights however few rows it has.  A launch of the GEMM has one
-pair of rates, so experts with others get no blocks here.
+pair of rates, so experts with others get no blocks here.  Blocks say where the codes of up to three linears start, so
+that who feeds a GEMM needs no descriptor.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64
 
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute.prefill_key import ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
+from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
 from trellis_kernels.cute.window import LANES
 
 __all__ = ["build"]
 
 _DESCRIPTOR_BYTES = 16
+_UNIT_WORDS = CODE_UNIT // 4
 _THREADS = LANES * LANES  # so that a warp sums over the warps
 
 
@@ -41,6 +43,7 @@ def _schedule_kernel(
     offsets: Int64,
     first_descriptors: Int64,
     last_descriptors: Int64,
+    third_descriptors: Int64,
     entries: Int64,
     entry_count: Int64,
     experts: Int32,
@@ -60,10 +63,12 @@ def _schedule_kernel(
         known = cutlass.min(expert, experts - 1)
         count = gpu.load_ints(counts + Int64(known) * 4, 1)[0]
         offset = gpu.load_ints(offsets + Int64(known) * 4, 1)[0]
-        rates = [
-            Int32(gpu.load_longs(table + Int64(known) * _DESCRIPTOR_BYTES, 2)[1])
-            for table in (first_descriptors, last_descriptors)
+        descriptors = [
+            gpu.load_longs(table + Int64(known) * _DESCRIPTOR_BYTES, 2)
+            for table in (first_descriptors, last_descriptors, third_descriptors)
         ]
+        rates = [Int32(descriptor[1]) for descriptor in descriptors]
+        codes = [Int32(descriptor[0] // _UNIT_WORDS) for descriptor in descriptors]
         begin = cutlass.max(offset, first_slot)
         rows = cutlass.max(cutlass.min(offset + count, end_slot) - begin, 0)
         fits = Int32(expert < experts) * Int32(rates[0] == first_half_bits) * Int32(rates[1] == last_half_bits)
@@ -86,6 +91,7 @@ def _schedule_kernel(
             slot = begin + row
             g_entry = entries + Int64(first + block) * (4 * ENTRY_WORDS)
             gpu.store_words(g_entry, [expert, slot, cutlass.min(block_rows, rows - row), slot - first_slot])
+            gpu.store_words(g_entry + 4 * ENTRY_CODES, [*codes, Int32(0)])
             row = row + block_rows
         base = base + cute.arch.shuffle_sync(totals, LANES - 1)
     if thread == 0:
@@ -99,6 +105,7 @@ def _schedule_host(
     offsets: Int64,
     first_descriptors: Int64,
     last_descriptors: Int64,
+    third_descriptors: Int64,
     entries: Int64,
     entry_count: Int64,
     experts: Int32,
@@ -110,8 +117,8 @@ def _schedule_host(
     stream: cuda.CUstream,
 ):
     _schedule_kernel(
-        counts, offsets, first_descriptors, last_descriptors, entries, entry_count, experts, first_slot, end_slot,
-        first_half_bits, last_half_bits, most_units,
+        counts, offsets, first_descriptors, last_descriptors, third_descriptors, entries, entry_count, experts,
+        first_slot, end_slot, first_half_bits, last_half_bits, most_units,
     ).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)  # fmt: skip
 
 
@@ -123,7 +130,7 @@ def build(key: PrefillScheduleKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (6 addresses, 5 numbers, stream) in the order of the host function above.
+        A callable of (7 addresses, 5 numbers, stream) in the order of the host function above.
     """
     units = key.block_rows // ROW_UNIT
-    return cute.compile(_schedule_host, *[Int64(0)] * 6, *[Int32(1)] * 5, units, cuda.CUstream(0), options=options)
+    return cute.compile(_schedule_host, *[Int64(0)] * 7, *[Int32(1)] * 5, units, cuda.CUstream(0), options=options)

@@ -92,6 +92,11 @@ class ColumnShare:
         return STEP_TILE_ROWS * self.row_pitch
 
     @property
+    def read_words(self) -> int:
+        """Words that a column's windows are cut from once it is aligned."""
+        return self.words if self.is_shifted else self.words + 1
+
+    @property
     def column_bytes(self) -> int:
         """Bytes from a quarter's first word to the first that is read for its second column."""
         return (self.quarter_words - self.words) * 4

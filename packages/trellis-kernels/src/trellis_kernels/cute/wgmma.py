@@ -15,13 +15,16 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 __all__ = [
     "again",
     "arrive",
+    "arrive_copied",
     "arrive_expecting",
     "copy_bulk",
     "copy_or_zero",
+    "copy_where",
     "descriptor_word",
     "multiply",
     "pick",
     "pin",
+    "store_where",
     "thread_index",
 ]
 
@@ -149,9 +152,30 @@ def copy_or_zero(s_target: Int32, g_source: Int64, nbytes: Int32) -> None:
     )
 
 
+def copy_where(s_target: Int32, g_source: Int64, predicate: Boolean | None) -> None:
+    """Start a copy of 16 bytes to shared memory where the predicate holds; None, not a constant, is everywhere."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[s_target, g_source], predicate=predicate
+    )
+
+
+def store_where(s_target: Int32, values: list[Int32], predicate: Boolean) -> None:
+    """Store four integers to shared memory where the predicate holds."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.s32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[s_target, *values],
+        predicate=predicate,
+    )
+
+
 def arrive(s_barrier: Int32, predicate: Boolean) -> None:
     """One arrival on a barrier where the predicate holds."""
     cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[s_barrier], predicate=predicate)
+
+
+def arrive_copied(s_barrier: Int32) -> None:
+    """One arrival on a barrier once the copies of 16 bytes that this thread has started are done."""
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[s_barrier])
 
 
 def arrive_expecting(s_barrier: Int32, nbytes: Int32, predicate: Boolean) -> None:
