@@ -91,7 +91,7 @@ _MEASURED: dict[Shape, dict[int, Choice]] = {
     },
     Shape("sm_90a", "exact", "mul1", 2048, 768, 128, 8): {
         1: Choice(_free(split=5), _free(4), direct=True),
-        8: Choice(_bound(1, 5, split=3), _bound(2, 5)),
+        8: Choice(_ring(split=2), _ring()),
         32: Choice(_ring(), _ring()),
         128: Choice(_ring(1, stages=2), _ring(1, stages=2), 2),
     },
