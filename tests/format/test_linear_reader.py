@@ -14,7 +14,7 @@ from slot_files import Layer, random_linears, rows_by_loop
 from trellis_format import linear_reader
 from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.arrays import MemoryArray
+from trellis_format.files.arrays import FileRuns, MemoryArray
 from trellis_format.files.layer_file import LayerFile
 from trellis_format.linear_reader import LinearReader, SlotLinear, linear_view
 from trellis_format.slots import section_offsets
@@ -133,23 +133,27 @@ def test_runs_are_the_bytes_in_the_file_and_where_they_go(tmp_path: Path, gated:
         reader, content = LinearReader(source, rows, share), Path(file.path).read_bytes()  # experts of two rates
         assert (len({runs.length for expert in range(3) if (runs := reader.runs(expert, 0))}) > 1) == (count > 0)
         for expert, index in itertools.product(range(3), range(len(source.geometry.projections))):
-            expected = sliced(layer, expert, index, share)
-            runs = reader.runs(expert, index)
-            if not expected.size:
-                assert runs is None
-                continue
-            assert runs is not None
-            assert (runs.scatter is None) == (source.geometry.projections[index] == "down")
-            stored = b"".join(content[place : place + runs.length] for place in (runs.begin + runs.places).tolist())
-            out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
-            places = np.array([[0]]) if runs.scatter is None else runs.scatter
-            assert places.shape[0] == (1 if runs.scatter is None else len(runs.places))
-            assert sorted(places.reshape(-1)) == list(range(0, out.size, out.size // places.size))
-            segments = np.frombuffer(stored, np.uint8).reshape(places.size, -1)
-            for place, segment in zip(places.reshape(-1).tolist(), segments, strict=True):
-                out[place : place + segment.size] = segment
-            assert out.tobytes() == expected.tobytes()
-            assert reader.runs(expert, index, 1, len(expected)) is None, "a part of a plane is not told"
+            whole = sliced(layer, expert, index, share)
+            for start, end in {(0, len(whole)), (0, len(whole) // 2), (len(whole) // 3, len(whole) - 1)}:
+                if start <= end:
+                    check_runs(reader.runs(expert, index, start, end), whole[start:end], content)
+
+
+def check_runs(runs: FileRuns | None, expected: np.ndarray, content: bytes) -> None:
+    """Hold runs to the tiles whose bytes they should be, each written once."""
+    if not expected.size:
+        assert runs is None
+        return
+    assert runs is not None
+    stored = b"".join(content[place : place + runs.length] for place in (runs.begin + runs.places).tolist())
+    out = np.full(expected.nbytes, 0xA5, dtype=np.uint8)
+    places = np.array([[0]]) if runs.scatter is None else runs.scatter
+    assert places.shape[0] == (1 if runs.scatter is None else len(runs.places))
+    assert sorted(places.reshape(-1)) == list(range(0, out.size, out.size // places.size))
+    segments = np.frombuffer(stored, np.uint8).reshape(places.size, -1)
+    for place, segment in zip(places.reshape(-1).tolist(), segments, strict=True):
+        out[place : place + segment.size] = segment
+    assert out.tobytes() == expected.tobytes()
 
 
 def test_runs_that_scatter_to_more_places_than_a_system_call_takes_are_not_told(

@@ -20,7 +20,7 @@ def measurement(**changes: object) -> PreparationMeasurement:
     """One with round numbers."""
     values = {
         "device": "cpu", "nbytes": 1000, "final_bytes": 2000, "layers": 2, "bound_bytes": 500, "slots": 4,
-        "slot_bytes": 100, "readers": 3, "pollers": 0,
+        "slot_bytes": 100, "readers": 3, "pollers": 0, "workers": False,
         "samples_ns": (100, 200, 300), "alone_samples_ns": (400, 400, 400),
         "copy_samples_ns": (50, 100, 100), "peak_host_bytes": 400, "peak_device_bytes": None, "is_exact": True,
     }  # fmt: skip
@@ -50,8 +50,9 @@ def test_text_says_rates_share_and_peaks() -> None:
 
 def test_text_says_who_filled_the_slots() -> None:
     stream = io.StringIO()
-    write_bench_text([measurement(pollers=12)], stream)
+    write_bench_text([measurement(pollers=12), measurement(workers=True)], stream)
     assert "(4 slots of 100), 12 pollers:" in stream.getvalue()
+    assert "(4 slots of 100), the kernel's workers:" in stream.getvalue()
 
 
 def test_command_measures_random_codes_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

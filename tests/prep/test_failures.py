@@ -29,7 +29,7 @@ from trellis_prep import (
 from trellis_prep.lanes import CpuLane
 from trellis_prep.pinned import registered_bytes
 
-ONE_AT_A_TIME = TrellisStaging(max_experts=1)
+ONE_AT_A_TIME = TrellisStaging(max_experts=1, readers=1)
 
 
 class Taken:

@@ -62,6 +62,7 @@ def test_readers_are_as_said_or_as_runs_and_cores_allow(monkeypatch: pytest.Monk
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setattr("trellis_prep.plan.have_ring", lambda ring=ring: ring)
         monkeypatch.setattr("trellis_prep.plan.have_pollers", lambda: False)
+        monkeypatch.setattr("trellis_prep.plan.have_workers", lambda: False)
         for rate, most, few in (("8", 4, 2), ("1", 16 if ring else 1, 8 if ring else 1)):
             wide, _ = random_layer(hidden=1024, experts=60 if rate == "8" else 240, rates=(rate,))
             assert (plan_layout(wide).run_bytes() < LONG_RUN) == (rate == "1")
@@ -76,17 +77,20 @@ def test_readers_are_as_said_or_as_runs_and_cores_allow(monkeypatch: pytest.Monk
         assert few.slots == 6
 
 
-def test_pollers_are_as_cores_and_codes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, _ = random_layer(hidden=1024, experts=60, rates=("8",))
+@pytest.mark.parametrize("rate", ["8", "1"])
+def test_the_kernel_fills_slots_as_cores_runs_and_codes_allow(rate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, _ = random_layer(hidden=1024, experts=60 if rate == "8" else 800, rates=(rate,))
     assert plan_layout(wide).code_bytes > 32 << 20
     for cores, have in itertools.product((1, 3, 4, 8, 16, 64), (True, False)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setattr("trellis_prep.plan.have_pollers", lambda have=have: have)
-        pollers = {4: 2, 8: 6, 16: 12, 64: 12}.get(cores, 0) if have else 0
+        monkeypatch.setattr("trellis_prep.plan.have_workers", lambda have=have: have)
+        pollers = {4: 2, 8: 4, 16: 8, 64: 8}.get(cores, 0) if have else 0
         plan = plan_preparation(wide)
-        assert plan.pollers == pollers
-        assert plan_preparation(wide, staging=TrellisStaging(readers=2)).pollers == 0, "readers were asked for"
-        assert plan_preparation(random_layer()[0]).pollers == 0, "it is not worth it"
+        assert plan.workers == (rate == "8" and pollers > 0)
+        assert plan.pollers == (0 if rate == "8" else pollers), "for short runs"
+        for other in (plan_preparation(wide, staging=TrellisStaging(readers=2)), plan_preparation(random_layer()[0])):
+            assert (other.pollers, other.workers) == (0, False), "readers were asked for, or it is not worth it"
         if pollers:
             assert (plan.slots, plan.readers) == (8, 4)
             small = plan_preparation(wide, staging=TrellisStaging(max_bytes=16 << 20))

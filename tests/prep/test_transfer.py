@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,9 +15,12 @@ import pytest
 import torch
 
 from exl3_files import write_shard
-from format.files.test_pollers import kernel_threads, needs_pollers
-from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
-from trellis_format.files.header import ShardHeader, read_header
+from format.files.test_pollers import WAYS, kernel_threads
+from trellis_format.files.arrays import FileArray, ShardReader
+from trellis_format.files.header import read_header
+from trellis_format.files.pollers import KernelReads
+from trellis_format.files.reads import Reads
+from trellis_format.files.uring import SQE
 from trellis_prep import PrepDeviceError
 from trellis_prep import transfer as transfer_module
 from trellis_prep.lanes import CpuLane, Move
@@ -49,36 +53,49 @@ def test_every_load_arrives(slots: int, count: int) -> None:
     assert moved == [10] * count
 
 
+class FileLoad(Load):
+    """A load that lies in a file, whose reads are of 600 and 400 bytes."""
+
+    def planned(self, address: int) -> Reads | None:
+        entries = np.zeros(2, dtype=SQE)
+        entries["address"] = address, address + 600
+        return Reads(entries, np.array([600, 400]), np.arange(2))
+
+    def unread(self, short: set[int]) -> list[Read]:
+        return [self.reads[index] for index in sorted(short)]
+
+
 @pytest.mark.parametrize("missing", [[], [1], [0, 1]])
 def test_reads_of_files_are_one_and_what_it_missed_is_filled(
     missing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads of two reads; `read_together` writes 1 and 2, `fill` writes 11 and 12."""
-    together, filled = [], []
-    header = ShardHeader(path=Path("none"), metadata={}, entries={}, identity=None)  # type: ignore[arg-type]
-    reader, places = ShardReader(header), np.zeros(1, dtype=np.int64)
+    """A ring writes 1 and 2, `fill` writes 11 and 12."""
+    runs, filled = [], []
 
-    def read(parts: Sequence[FileRuns], out: np.ndarray[Any, Any]) -> list[int]:
-        together.append([part.nbytes for part in parts])
-        out[:600], out[600:] = 1, 2
-        return missing
+    class Ring:
+        @staticmethod
+        def run(entries: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            runs.append(len(entries))
+            for value, (address, size) in enumerate(zip(entries["address"].tolist(), (600, 400), strict=True), 1):
+                ctypes.memset(address, value, size)
+            return np.array([599 if 0 in missing else 600, -5 if 1 in missing else 400])
 
     def fill(number: int, out: np.ndarray[Any, Any]) -> None:
         filled.append(number)
         out.fill(11 + number)
 
-    monkeypatch.setattr(transfer_module, "read_together", read)
-    target = torch.zeros(4000, dtype=torch.uint8)
-    parts = [FileRuns(reader, 0, places, size, "codes") for size in (600, 400)]
-    moves = [(Move(0, target[first : first + 1000]),) for first in range(0, 4000, 1000)]
-    whole = tuple(Read(n * 600, 600 - 200 * n, partial(fill, n), part) for n, part in enumerate(parts))
-    half = (whole[0], Read(600, 400, partial(fill, 1)))
-    small = (Read(0, 100, partial(fill, 0), parts[0]._replace(length=100)),)
-    loads = [Load("whole", whole, moves[0]), Load("half", half, moves[1]), Load("small", small, moves[2])]
+    monkeypatch.setattr(transfer_module, "thread_ring", Ring)
     monkeypatch.setattr(transfer_module, "MANY_BYTES", 1000)
+    target = torch.zeros(3000, dtype=torch.uint8)
+    reads = tuple(Read(n * 600, 600 - 200 * n, partial(fill, n)) for n in range(2))
+    loads = [
+        FileLoad("whole", reads, (Move(0, target[:1000]),)),
+        Load("in memory", reads, (Move(0, target[1000:2000]),)),
+        FileLoad("small", reads[:1], (Move(0, target[2000:2600]),)),
+    ]
     with SlotRing(1, 1000, device=None) as ring:
         transfer(iter(loads), ring, CpuLane(), None)
-    assert together == [[600, 400]], "only a large load, and only where all of its reads are of files"
+    assert runs == [2], "only a large load, and only where all of it lies in files"
     assert filled == [*missing, 0, 1, 0]
     found = [target[first].item() for first in (0, 999, 1000, 1999, 2000)]
     assert found == [11 if 0 in missing else 1, 12 if 1 in missing else 2, 11, 12, 11]
@@ -141,15 +158,19 @@ def test_thread_that_cannot_be_started_stops_those_that_were(monkeypatch: pytest
     assert not any(thread.is_alive() for thread in started)
 
 
-@needs_pollers
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("given", [True, False])
-def test_pollers_fill_what_lies_in_files_in_order(
-    tmp_path: Path, slots: int, given: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pollers", WAYS)
+def test_the_kernel_fills_what_lies_in_files_in_order(
+    tmp_path: Path, slots: int, pollers: int, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(*_: object) -> KernelReads:
+        raise OSError("no more")
+
     monkeypatch.setattr(transfer_module, "MANY_BYTES", 1)
     if not given:
-        monkeypatch.setattr(transfer_module, "Pollers", lambda _: (_ for _ in ()).throw(OSError("no more")))
+        monkeypatch.setattr(transfer_module, "open_pollers", refuse)
+        monkeypatch.setattr(transfer_module, "open_workers", refuse)
     codes = np.random.default_rng(3).integers(0, 256, (20, 500), dtype=np.uint8)
     header = read_header(write_shard(tmp_path / "a.safetensors", {"codes": codes}))
     view = FileArray(ShardReader(header), header.entries["codes"])
@@ -167,10 +188,10 @@ def test_pollers_fill_what_lies_in_files_in_order(
             yield Load(f"{row}", (Read(0, 500, fill, runs),), (Move(0, target[row * 500 : row * 500 + 500]),))
 
     with SlotRing(slots, 500, device=None, poison=True) as ring:
-        transfer(loads(), ring, CpuLane(), moved.append, pollers=2)
+        transfer(loads(), ring, CpuLane(), moved.append, pollers=pollers, workers=not pollers)
     assert target.numpy().tobytes() == codes.tobytes()
     assert moved == [500] * 20
-    assert filled == [0, 5, 10, 15], "only what does not lie in files"
+    assert filled == [0, 5, 10, 15], "a thread with a ring reads what lies in files at a time too"
     assert not kernel_threads()
 
 

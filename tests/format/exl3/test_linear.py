@@ -152,7 +152,7 @@ def test_each_rule_of_the_headers(tmp_path: Path, case: str) -> None:
     assert [word for word in words if word not in text] == []
     assert text.startswith(str(tmp_path / "x.safetensors"))
     assert (caught.value.tensor or "").startswith("p")
-    assert arrays["trellis"]._reader.bytes_read == 0, "headers alone decide"
+    assert arrays["trellis"].reader.bytes_read == 0, "headers alone decide"
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
@@ -178,7 +178,7 @@ def test_a_foreign_multiplier_is_refused_with_both_values(tmp_path: Path, codebo
 def test_3inst_has_no_marker_to_check(tmp_path: Path) -> None:
     linear = describe(tmp_path, sound(codebook="3inst"))
     linear.check_marker()
-    assert linear.trellis._reader.bytes_read == 0
+    assert linear.trellis.reader.bytes_read == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

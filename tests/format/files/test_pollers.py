@@ -16,10 +16,23 @@ from exl3_files import write_shard
 from trellis_format.files import pollers, reads
 from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
 from trellis_format.files.header import read_header
-from trellis_format.files.pollers import Pollers, have_pollers
+from trellis_format.files.pollers import KernelReads, have_pollers, have_workers, open_pollers, open_workers
 from trellis_format.files.reads import plan_reads
 
 needs_pollers = pytest.mark.skipif(not have_pollers(), reason="this system has no io_uring that polls, or forbids it")
+
+
+needs_workers = pytest.mark.skipif(not have_workers(), reason="this system has no io_uring, or forbids it")
+WAYS = [
+    pytest.param(0, marks=needs_workers, id="workers"),
+    pytest.param(1, marks=needs_pollers, id="a poller"),
+    pytest.param(3, marks=needs_pollers, id="pollers"),
+]
+
+
+def opened(count: int) -> KernelReads:
+    """So many pollers; the kernel's workers for none."""
+    return open_pollers(count) if count else open_workers()
 
 
 def kernel_threads() -> list[str]:
@@ -61,10 +74,9 @@ def parts_of(views: list[FileArray]) -> tuple[list[FileRuns], bytes]:
     return parts, expected
 
 
-@needs_pollers
 @pytest.mark.parametrize("entries", [8, 1024])
 @pytest.mark.parametrize("long", [1, 3000, 1 << 20])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", WAYS)
 def test_reads_fill_their_buffers_in_any_number_at_a_time(
     views: list[FileArray], count: int, long: int, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +85,7 @@ def test_reads_fill_their_buffers_in_any_number_at_a_time(
     monkeypatch.setattr(reads, "LONG_PIECE", 5000)
     parts, expected = parts_of(views)
     outs = [np.full(len(expected), 0xA5, dtype=np.uint8) for _ in range(5)]
-    with Pollers(count) as polled:
+    with opened(count) as polled:
         for _ in range(2):
             for out in outs:
                 out.fill(0xA5)
@@ -85,13 +97,15 @@ def test_reads_fill_their_buffers_in_any_number_at_a_time(
                 assert out.tobytes() == expected
 
 
-@needs_pollers
 @pytest.mark.parametrize("long", [3000, 1 << 20])
-def test_parts_that_are_short_are_named(views: list[FileArray], long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", WAYS)
+def test_parts_that_are_short_are_named(
+    views: list[FileArray], count: int, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reads, "LONG_BYTES", long)
     parts, expected = parts_of(views)
     out = np.full(len(expected), 0xA5, dtype=np.uint8)
-    with Pollers(2) as polled:
+    with opened(count) as polled:
         planned = plan_reads(parts, out.ctypes.data)
         os.truncate(views[1].file, os.path.getsize(views[1].file) - 1)
         ticket = polled.start(planned)
@@ -101,43 +115,43 @@ def test_parts_that_are_short_are_named(views: list[FileArray], long: int, monke
     assert out[:whole].tobytes() == expected[:whole]
 
 
-@needs_pollers
-def test_what_is_in_no_cache_is_read_too(views: list[FileArray]) -> None:
+@pytest.mark.parametrize("count", WAYS)
+def test_what_is_in_no_cache_is_read_too(views: list[FileArray], count: int) -> None:
     parts, expected = parts_of(views)
     for view in views:
         with open(view.file, "rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     out = np.full(len(expected), 0xA5, dtype=np.uint8)
-    with Pollers(2) as polled:
+    with opened(count) as polled:
         ticket = polled.start(plan_reads(parts, out.ctypes.data))
         polled.wait(ticket)
     assert ticket.short_parts() == set()
     assert out.tobytes() == expected
 
 
-@needs_pollers
-def test_nothing_to_read_is_done_at_once(views: list[FileArray]) -> None:
-    with Pollers(1) as polled:
+@pytest.mark.parametrize("count", WAYS)
+def test_nothing_to_read_is_done_at_once(views: list[FileArray], count: int) -> None:
+    with opened(count) as polled:
         for parts in ([], [views[0].runs((slice(4, 4), slice(0, 70), slice(0, 16)))]):
             ticket = polled.start(plan_reads(parts, 0))
             assert ticket.done
             polled.wait(ticket)
 
 
-@needs_pollers
-def test_leaving_waits_for_what_was_started(views: list[FileArray]) -> None:
+@pytest.mark.parametrize("count", WAYS)
+def test_leaving_waits_for_what_was_started(views: list[FileArray], count: int) -> None:
     parts, expected = parts_of(views)
     out = np.full(len(expected), 0xA5, dtype=np.uint8)
-    with Pollers(2) as polled:
+    with opened(count) as polled:
         polled.start(plan_reads(parts, out.ctypes.data))
     assert out.tobytes() == expected
 
 
-@needs_pollers
-def test_threads_that_slept_are_woken(views: list[FileArray]) -> None:
+@pytest.mark.parametrize("count", WAYS)
+def test_threads_that_slept_are_woken(views: list[FileArray], count: int) -> None:
     parts, expected = parts_of(views)
-    with Pollers(1) as polled:
+    with opened(count) as polled:
         for _ in range(3):
             out = np.full(len(expected), 0xA5, dtype=np.uint8)
             time.sleep(0.03)  # ten times as long as they look for work
@@ -146,31 +160,39 @@ def test_threads_that_slept_are_woken(views: list[FileArray]) -> None:
 
 
 def test_a_system_that_gives_no_more_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, honest = [], pollers._Poller
+    made, honest = [], pollers._Ring
 
-    def second() -> object:
+    def second(*, polled: bool) -> object:
         if made:
             raise OSError(errno.ENOMEM, "no more")
-        made.append(honest())
+        made.append(honest(polled=polled))
         return made[0]
 
     if have_pollers():
         with monkeypatch.context() as patch:
-            patch.setattr(pollers, "_Poller", second)
+            patch.setattr(pollers, "_Ring", second)
             with pytest.raises(OSError, match="no more"):
-                Pollers(2)
+                open_pollers(2)
         made.clear()
         assert kernel_threads() == []
-    have_pollers.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(pollers.platform, "machine", lambda: "aarch64")
-        assert not have_pollers(), "stores may be seen in another order there"
-    have_pollers.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(pollers, "_ANY_FILE", 0)
-        assert not have_pollers(), "the kernel would refuse each read"
-    have_pollers.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(pollers, "set_up_ring", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no")))
-        assert not have_pollers()
-    have_pollers.cache_clear()
+
+
+def test_a_system_that_has_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> tuple[int, list[int]]:
+        raise OSError(errno.EPERM, "no")
+
+    changes = [
+        (pollers.platform, "machine", lambda: "aarch64", True),  # stores may be seen in another order there
+        (pollers, "_ANY_FILE", 0, True),  # the kernel would refuse each read
+        (pollers, "set_up_ring", refuse, False),
+    ]
+    workers = have_workers()
+    for owner, name, value, others in changes:
+        for found in (have_pollers, have_workers):
+            found.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not have_pollers()
+            assert have_workers() == (others and workers)
+    for found in (have_pollers, have_workers):
+        found.cache_clear()

@@ -32,9 +32,7 @@ def make(planned: Reads, content: bytes, nbytes: int) -> tuple[bytes, list[int]]
         for index in range(place, place + size):
             hits[index] += 1
 
-    for _, offset, address, size in planned.long:
-        write(address, offset, size)
-    for entry, size in zip(planned.short, planned.sizes.tolist(), strict=True):
+    for entry, size in zip(planned.entries, planned.sizes.tolist(), strict=True):
         offset, address, length = (int(entry[name]) for name in ("offset", "address", "length"))
         if entry["opcode"] == READ:
             assert length == size
@@ -67,25 +65,32 @@ def test_each_byte_is_written_once(
             out = out.reshape(-1, 32)[::-1]
         parts += [part, part]
         expected += out.tobytes() * 2
-    planned = plan_reads(parts, 0)
-    found, hits = make(planned, Path(view.file).read_bytes(), len(expected))
-    assert found == expected
-    assert set(hits) == {1}
-    assert max([size for *_, size in planned.long], default=0) <= piece
+    planned, moved = plan_reads(parts, 0), plan_reads(parts, 0).at(1000).at(96)
+    content = Path(view.file).read_bytes()
+    for made, begin in ((planned, 0), (moved, 1096)):
+        found, hits = make(made, content, begin + len(expected))
+        assert found[begin:] == expected
+        assert set(hits[:begin]) <= {0}
+        assert set(hits[begin:]) == {1}
+    late = planned.entries["flags"] == ASYNC
+    assert max(planned.sizes[late], default=0) <= piece
+    assert not late[planned.entries["opcode"] == READV].any()
     owned = np.zeros(6, dtype=np.int64)
-    np.add.at(owned, np.array(planned.long_owners, dtype=np.int64), [size for *_, size in planned.long])
     np.add.at(owned, planned.owners, planned.sizes)
     assert owned.tolist() == [part.nbytes for part in parts]
-    assert {int(entry["fd"]) for entry in planned.short} | {read[0] for read in planned.long} == {
-        parts[0].reader.descriptor()
-    }
+    assert set(planned.entries["fd"].tolist()) == {parts[0].reader.descriptor()}
 
 
-def test_entries_are_the_long_ones_for_workers_and_then_the_short_ones(view: FileArray) -> None:
-    box = (slice(0, 12), slice(2, 9), slice(0, 16))
-    planned = plan_reads([view.runs(box), view.runs((slice(0, 12), slice(0, 30), slice(0, 16)))], 4096)
-    entries = planned.entries()
-    assert entries["flags"].tolist() == [ASYNC] + [0] * 12
-    assert entries["length"].tolist() == [12 * 30 * 32] + [7 * 32] * 12
-    assert entries["address"].tolist() == [4096 + 12 * 7 * 32, *range(4096, 4096 + 12 * 7 * 32, 7 * 32)]
-    assert plan_reads([], 0).entries().size == 0
+def test_long_runs_are_for_workers_and_neighbours_are_planned_at_a_time(
+    view: FileArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "LONG_BYTES", 300)
+    narrow = view.runs((slice(0, 12), slice(2, 9), slice(0, 16)))
+    wide = view.runs((slice(0, 12), slice(0, 30), slice(0, 16)))
+    entries = plan_reads([narrow, narrow._replace(begin=narrow.begin + 64), wide], 4096).entries
+    assert entries["flags"].tolist() == [0] * 24 + [ASYNC]
+    assert entries["length"].tolist() == [7 * 32] * 24 + [12 * 30 * 32]
+    assert entries["address"].tolist() == list(range(4096, 4096 + 25 * 7 * 32, 7 * 32))
+    shift = (entries["offset"][12:24].astype(np.int64) - entries["offset"][:12].astype(np.int64)).tolist()
+    assert shift == [64] * 12
+    assert plan_reads([], 0).entries.size == 0

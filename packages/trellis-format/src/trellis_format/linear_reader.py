@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatValueError
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.arrays import ArrayView, FileRuns
+from trellis_format.files.arrays import ArrayView, FileArray, FileRuns, ShardReader
 from trellis_format.rates import TILE, Rate
 from trellis_format.slots import PLANES, section_offsets
 from trellis_format.source import Projection, TrellisSource, TrellisWeights
@@ -76,21 +76,23 @@ class SlotLinear(ArrayView):
             self._read_planes(planes, hidden, by_channel)
 
     def runs(self, box: tuple[slice, ...]) -> FileRuns | None:
-        """Where the bytes of whole sections lie; see `ArrayView.runs`.  None for parts of planes."""
+        """Where the bytes of whole tiles lie; see `ArrayView.runs`."""
         lengths = self.box_shape(box)
-        planes, hidden = (box[0], lengths[1]) if self._down else (box[1], lengths[0])
-        if planes.start % PLANES or planes.stop % PLANES or hidden * self._tile != self._plane:
-            return None
+        (planes, hidden), tiles = (box[:2], lengths[1]) if self._down else (box[1::-1], lengths[0])
         if lengths[2] != self.shape[2] or not lengths[0] * lengths[1]:
             return None
-        sections = self._sections(planes)
-        if self._down:
-            return self._rows.runs(sections)
-        if lengths[0] > MOST_SEGMENTS or (stored := self._rows.runs(sections)) is None:
+        if self._down and tiles * self._tile == self._plane and planes.start % PLANES == planes.stop % PLANES == 0:
+            return self._rows.runs(self._sections(planes))
+        first, run = self._first + hidden.start * self._tile, tiles * self._tile
+        slots = slice(planes.start // PLANES, -(-planes.stop // PLANES))
+        if (stored := self._rows.runs((slots, slice(first, first + run)))) is None:
             return None
-        places = (stored.places[:, None] + np.arange(PLANES) * self._plane).reshape(-1)  # of planes
-        scatter = _by_hidden(lengths[0], lengths[1], self._tile)
-        return stored._replace(places=places, length=self._plane, scatter=scatter)
+        places = (stored.places[:, None] + np.arange(PLANES) * self._plane).reshape(-1)[planes.start % PLANES :]
+        places = places[: planes.stop - planes.start]
+        if self._down:
+            return stored._replace(places=places)
+        scatter = _by_hidden(tiles, len(places), self._tile)
+        return stored._replace(places=places, scatter=scatter) if tiles <= MOST_SEGMENTS else None
 
     def _sections(self, planes: slice) -> tuple[slice, slice]:
         slots = slice(planes.start // PLANES, planes.stop // PLANES)
@@ -214,6 +216,25 @@ class LinearReader:
             self._known[key] = view.runs(box), place
         runs, known_place = self._known[key]
         return None if runs is None else runs._replace(begin=runs.begin + place - known_place)
+
+    def starts(self) -> tuple[list[ShardReader], npt.NDArray[np.int64]] | None:
+        """Where each linear begins: `[experts * projections]` files and `int64` bytes; None unless all lie in files.
+
+        Runs of linears of one projection and rate differ in nothing else.
+        """
+        codes, readers, begins = self._weights.codes, list[ShardReader](), list[int]()
+        if isinstance(codes, tuple):
+            for row in codes:
+                for view in row:
+                    if not isinstance(view, FileArray):
+                        return None
+                    readers.append(view.reader)
+                    begins.append(view.entry.begin)
+            return readers, np.array(begins, dtype=np.int64)
+        whole = codes.runs((slice(0, codes.shape[0]), slice(0, codes.shape[1])))
+        if whole is None or self._offsets is None:
+            return None
+        return [whole.reader] * (len(self._offsets) - 1), whole.begin + self._offsets[:-1]
 
     def _box(
         self, expert: int, projection: int, first: int, end: int | None

@@ -50,6 +50,7 @@ class PreparationMeasurement:
         slot_bytes: bytes of each.
         readers: threads that filled them.
         pollers: threads of the kernel that filled them in their place; 0 for none.
+        workers: whether the kernel's own pool did.
         samples_ns: wall time of each preparation through one staging buffer that is kept.
         alone_samples_ns: wall time of each preparation that takes and locks its own.
         copy_samples_ns: wall time of each copy of as many bytes from one page-locked buffer.
@@ -67,6 +68,7 @@ class PreparationMeasurement:
     slot_bytes: int
     readers: int
     pollers: int
+    workers: bool
     samples_ns: tuple[int, ...]
     alone_samples_ns: tuple[int, ...]
     copy_samples_ns: tuple[int, ...]
@@ -176,6 +178,7 @@ def measure_preparation(
         slot_bytes=plan.slot_bytes,
         readers=plan.readers,
         pollers=plan.pollers,
+        workers=plan.workers,
         samples_ns=samples,
         alone_samples_ns=alone,
         copy_samples_ns=copies,

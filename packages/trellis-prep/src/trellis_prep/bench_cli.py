@@ -107,13 +107,19 @@ def write_bench_text(measurements: Sequence[PreparationMeasurement], stream: Tex
     for it in measurements:
         stream.write(
             f"{it.nbytes:,} bytes to {it.device}, bound {it.bound_bytes:,} bytes ({it.slots} slots of "
-            f"{it.slot_bytes:,}), {f'{it.pollers} pollers' if it.pollers else f'{it.readers} readers'}:\n"
+            f"{it.slot_bytes:,}), {_fillers(it)}:\n"
             f"  prepared in {median(it.samples_ns) / 1e6:.2f} ms, {it.gb_per_second:.2f} GB/s; plain pinned copy "
             f"{median(it.copy_samples_ns) / 1e6:.2f} ms, {it.copy_gb_per_second:.2f} GB/s; share {it.share_of_copy:.1%}"
             f" (medians of {len(it.samples_ns)}); with a buffer of its own {median(it.alone_samples_ns) / 1e6:.2f} ms\n"
             f"  holding {it.layers}: {it.final_bytes:,} bytes; beyond them host {_bytes(it.peak_host_bytes)}, device "
             f"{_bytes(it.peak_device_bytes)}; codes {'exact' if it.is_exact else 'WRONG'}\n"
         )
+
+
+def _fillers(it: PreparationMeasurement) -> str:
+    if it.workers:
+        return "the kernel's workers"
+    return f"{it.pollers} pollers" if it.pollers else f"{it.readers} readers"
 
 
 def _bytes(count: int | None) -> str:

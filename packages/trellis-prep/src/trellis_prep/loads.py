@@ -5,7 +5,7 @@ It must not know threads or devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,19 @@ import numpy.typing as npt
 import torch
 
 from trellis_format.source import TrellisWeights
+from trellis_prep.code_loads import CodeLoads
 from trellis_prep.lanes import Move
-from trellis_prep.layout import WORD_BYTES
 from trellis_prep.plan import PreparationPlan
 from trellis_prep.reader import ShareReader
-from trellis_prep.staging import Batch
 from trellis_prep.tables import table_rows
-from trellis_prep.transfer import Load, Read
+from trellis_prep.transfer import AnyLoad, Load, Read
 
 __all__ = ["flat_bytes", "lies_in_files", "share_loads"]
 
 
-def share_loads(plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping[str, torch.Tensor]) -> Iterator[Load]:
+def share_loads(
+    plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[AnyLoad]:
     """The loads of a share: its tables, then its codes, batch by batch.
 
     Args:
@@ -38,12 +39,8 @@ def share_loads(plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping
     """
     for name, table in table_rows(weights, plan.layout).items():
         yield from _table_loads(name, table, flat_bytes(tensors[name]), plan.slot_bytes)
-    codes = flat_bytes(tensors["codes"])
-    reader, layout = ShareReader(plan.layout.source, weights, plan.layout.extent), plan.layout
-    rows = [layout.rows(projection) for projection in range(layout.offsets.shape[1])]
-    row_bytes, places = layout.row_bytes.tolist(), layout.offsets.tolist()
-    for batch in plan.batches:
-        yield _batch_load(rows, row_bytes, places, reader, batch, codes)
+    if plan.batches:
+        yield from CodeLoads(plan, weights, flat_bytes(tensors["codes"]))
 
 
 def lies_in_files(plan: PreparationPlan, weights: TrellisWeights) -> bool:
@@ -55,33 +52,6 @@ def lies_in_files(plan: PreparationPlan, weights: TrellisWeights) -> bool:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's storage as `[bytes] uint8`, a view."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _batch_load(
-    rows: Sequence[int],
-    row_bytes: Sequence[Sequence[int]],
-    places: Sequence[Sequence[int]],
-    reader: ShareReader,
-    batch: Batch,
-    codes: torch.Tensor,
-) -> Load:
-    reads: list[Read] = []
-    moves = []
-    filled = 0
-    parts = [(0, count) for count in rows] if batch.parts is None else batch.parts
-    for projection, (first, end) in enumerate(parts):
-        begin = filled
-        if first == end:
-            continue
-        for expert in range(batch.first, batch.end):
-            nbytes = (end - first) * row_bytes[expert][projection]
-            fill = partial(reader.read, expert, projection, first=first, end=end)
-            reads.append(Read(filled, nbytes, fill, reader.runs(expert, projection, first, end)))
-            filled += nbytes
-        # experts of a batch are neighbours in the layout too, so their codes of one projection go in one copy
-        place = places[batch.first][projection] * WORD_BYTES + first * row_bytes[batch.first][projection]
-        moves.append(Move(begin, codes[place : place + filled - begin]))
-    return Load(f"codes of experts {batch.first}..{batch.end}", tuple(reads), tuple(moves))
 
 
 def _table_loads(name: str, rows: npt.NDArray[Any], target: torch.Tensor, slot_bytes: int) -> Iterator[Load]:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.pollers import have_pollers
+from trellis_format.files.pollers import have_pollers, have_workers
 from trellis_format.files.uring import LONG_BYTES, have_ring
 from trellis_format.source import TrellisSource
 from trellis_prep.errors import PrepTypeError
@@ -28,15 +28,15 @@ LEAST_SLOT = 4 << 20
 more than it."""
 LEAST_SHORT_SLOT = 1 << 20
 """The same of short runs, which take longer."""
-MOST_POLLERS = 12
-"""Threads of the kernel that fill slots, where there are some cores more.  On an H200's host with 16 cores, 12 threads
-copy 70 GB/s out of the page cache, which is more than the bus takes."""
+MOST_POLLERS = 8
+"""Threads of the kernel that fill slots with short runs, on half of the cores: more take more from the thread that
+feeds them than they bring."""
 LEAST_CORES = 4
-"""Cores below which threads of the kernel would be in each other's way."""
+"""Cores below which the kernel's threads would be in this process's way."""
 LEAST_POLLED = 32 << 20
 """Bytes of codes below which starting such threads takes longer than they save."""
 MOST_POLLED_SLOTS = 8
-"""Slots that they fill: some are read into, some are copied out of."""
+"""Slots that the kernel fills: some are read into, some are copied out of."""
 LEAST_POLLED_SLOT = 3 << 20
 """Bytes of one, unless there would be fewer than two."""
 LONG_RUN = LONG_BYTES
@@ -54,7 +54,8 @@ class PreparationPlan:
         slots: host slots.
         slot_bytes: bytes of each.
         readers: threads that fill slots.
-        pollers: threads of the kernel that fill slots in their place, where codes lie in files.
+        pollers: threads of the kernel that fill slots in their place, where codes lie in files in short runs.
+        workers: whether the kernel's own pool does, where they lie in long runs.
     """
 
     layout: PreparedLayout
@@ -64,6 +65,7 @@ class PreparationPlan:
     slot_bytes: int
     readers: int
     pollers: int = 0
+    workers: bool = False
 
     @property
     def host_bytes(self) -> int:
@@ -102,7 +104,8 @@ def plan_preparation(
     layout = plan_layout(source, extent)
     if not layout.code_words:
         return PreparationPlan(layout, bounds, (), *plan_slots(layout.total_bytes, bounds), readers=1)
-    if pollers := _pollers(bounds, layout.code_bytes):
+    pollers, workers = _kernel(bounds, layout)
+    if pollers or workers:
         slots = max(min(bounds.max_bytes // LEAST_POLLED_SLOT, MOST_POLLED_SLOTS), SLOTS_PER_READER)
         readers = max(slots // SLOTS_PER_READER, 1)
     else:
@@ -110,14 +113,17 @@ def plan_preparation(
     rows = [layout.rows(index) for index in range(len(source.geometry.projections))]
     codes = plan_batches(rows, layout.row_bytes.tolist(), bounds, readers=readers, slots=slots)
     readers = min(readers, codes.slots)
-    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes, readers, pollers)
+    return PreparationPlan(layout, bounds, codes.batches, codes.slots, codes.slot_bytes, readers, pollers, workers)
 
 
-def _pollers(staging: TrellisStaging, code_bytes: int) -> int:
+def _kernel(staging: TrellisStaging, layout: PreparedLayout) -> tuple[int, bool]:
+    """Pollers, and whether the kernel's workers fill slots."""
     cores = len(os.sched_getaffinity(0))
-    if staging.readers is not None or cores < LEAST_CORES or code_bytes < LEAST_POLLED or not have_pollers():
-        return 0
-    return min(cores - LEAST_CORES // 2, MOST_POLLERS)
+    if staging.readers is not None or cores < LEAST_CORES or layout.code_bytes < LEAST_POLLED:
+        return 0, False
+    if layout.run_bytes() >= LONG_RUN:
+        return 0, have_workers()
+    return (min(cores // 2, MOST_POLLERS), False) if have_pollers() else (0, False)
 
 
 def _readers(staging: TrellisStaging, run_bytes: int) -> int:

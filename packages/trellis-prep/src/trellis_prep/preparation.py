@@ -26,7 +26,7 @@ from trellis_prep.prepared import PreparedExperts
 from trellis_prep.slots import SlotRing
 from trellis_prep.stage import StagingBuffer
 from trellis_prep.staging import TrellisStaging
-from trellis_prep.transfer import Load, transfer
+from trellis_prep.transfer import AnyLoad, transfer
 
 __all__ = ["Progress", "StreamPlan", "fill_tensors", "prepare", "stream_tensors"]
 
@@ -73,7 +73,7 @@ def prepare(
     """
     plan = plan_preparation(source, extent=extent, staging=staging)
     check_weights(source, weights)
-    target = resolve_device(device)
+    target, in_files = resolve_device(device), lies_in_files(plan, weights)
     return fill_tensors(
         plan,
         target,
@@ -81,7 +81,8 @@ def prepare(
         progress=progress,
         poison=poison,
         readers=plan.readers,
-        pollers=plan.pollers if lies_in_files(plan, weights) else 0,
+        pollers=plan.pollers if in_files else 0,
+        workers=plan.workers and in_files,
         buffer=buffer,
     )
 
@@ -89,12 +90,13 @@ def prepare(
 def fill_tensors(
     plan: PreparationPlan,
     device: torch.device,
-    loads: Callable[[Mapping[str, torch.Tensor]], Iterable[Load]],
+    loads: Callable[[Mapping[str, torch.Tensor]], Iterable[AnyLoad]],
     *,
     progress: Progress | None = None,
     poison: bool = False,
     readers: int = 1,
     pollers: int = 0,
+    workers: bool = False,
     buffer: StagingBuffer | None = None,
 ) -> PreparedExperts:
     """Allocate prepared tensors and fill them through a ring of slots.
@@ -107,6 +109,7 @@ def fill_tensors(
         poison: see `prepare`.
         readers: threads that fill slots; with one, reads are done in the order of the loads.
         pollers: threads of the kernel that fill slots instead, where the system gives them; see `transfer`.
+        workers: whether the kernel's own pool does; see `transfer`.
         buffer: see `prepare`.
 
     Raises:
@@ -115,7 +118,15 @@ def fill_tensors(
         BaseException: what a load or `progress` raised; everything is freed first.
     """
     tensors = stream_tensors(
-        plan, device, loads, progress=progress, poison=poison, readers=readers, pollers=pollers, buffer=buffer
+        plan,
+        device,
+        loads,
+        progress=progress,
+        poison=poison,
+        readers=readers,
+        pollers=pollers,
+        workers=workers,
+        buffer=buffer,
     )
     return PreparedExperts.of(plan.layout, tensors)
 
@@ -143,12 +154,13 @@ class StreamPlan(Protocol):
 def stream_tensors(
     plan: StreamPlan,
     device: torch.device,
-    loads: Callable[[Mapping[str, torch.Tensor]], Iterable[Load]],
+    loads: Callable[[Mapping[str, torch.Tensor]], Iterable[AnyLoad]],
     *,
     progress: Progress | None = None,
     poison: bool = False,
     readers: int = 1,
     pollers: int = 0,
+    workers: bool = False,
     buffer: StagingBuffer | None = None,
 ) -> dict[str, torch.Tensor]:
     """Allocate the tensors of any layout and fill them through a ring of slots; arguments as `fill_tensors`.
@@ -175,7 +187,8 @@ def stream_tensors(
         with paused_collector(), _open_ring(plan, device, poison, buffer) as ring:
             assert ring.nbytes <= plan.staging.max_bytes  # the plan's arithmetic
             told = None if progress is None else moved
-            transfer(loads(tensors), ring, open_lane(device), told, readers=readers, pollers=pollers)
+            lane = open_lane(device)
+            transfer(loads(tensors), ring, lane, told, readers=readers, pollers=pollers, workers=workers)
         assert progress is None or done == total  # the loads' arithmetic
     except BaseException as error:
         tensors.clear()

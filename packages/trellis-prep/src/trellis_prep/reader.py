@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trellis_format.errors import FormatError
 from trellis_format.extent import TrellisExtent
-from trellis_format.files.arrays import FileRuns
+from trellis_format.files.arrays import FileRuns, ShardReader
 from trellis_format.linear_reader import LinearReader
 from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_prep.errors import PrepMemoryError, PrepReadError
@@ -65,6 +65,10 @@ class ShareReader:
         None where they are in memory, or only `read` knows.
         """
         return self._linears.runs(expert, projection, first, end)
+
+    def starts(self) -> tuple[list[ShardReader], npt.NDArray[np.int64]] | None:
+        """Where each linear begins: `[experts * projections]` files and `int64` bytes; None unless all lie in files."""
+        return self._linears.starts()
 
     def _where(self, expert: int, projection: int) -> str:
         return f"expert {expert} {self._projections[projection]}"

@@ -39,6 +39,7 @@ class Slot:
 
     def __init__(self, array: npt.NDArray[np.uint8], tensor: torch.Tensor) -> None:
         self._array, self._tensor = array, tensor
+        self.address = array.ctypes.data
         self.lent = False
         self.copied: Completion | None = None
 

@@ -107,6 +107,7 @@ def plan_batches(
         slots = min(slots, whole)  # a few slots fewer, that hold a whole expert each
     room = staging.max_bytes // slots
     batches: list[Batch] = []
+    cuts: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
     first, size = 0, 0
     for expert, nbytes in enumerate(expert_bytes):
         if expert > first and (size + nbytes > room or expert - first == staging.max_experts):
@@ -114,7 +115,10 @@ def plan_batches(
             first, size = expert, 0
         size += nbytes
         if size > room:
-            batches += [_part(expert, parts, row_bytes[expert]) for parts in _cut(rows, row_bytes[expert], room)]
+            sizes = tuple(row_bytes[expert])  # those of most experts are the same
+            if sizes not in cuts:
+                cuts[sizes] = _cut(rows, sizes, room)
+            batches += [_part(expert, parts, sizes) for parts in cuts[sizes]]
             first, size = expert + 1, 0
     if size:
         batches.append(Batch(first, len(expert_bytes), size))
@@ -122,11 +126,19 @@ def plan_batches(
     return BatchPlan(tuple(batches), min(slots, len(batches)), most)
 
 
-def _cut(rows: Sequence[int], sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def _cut(rows: Sequence[int], sizes: Sequence[int], room: int) -> list[tuple[tuple[int, int], ...]]:
     """Parts of an expert, as the rows [first, end) of each projection, each at most `room` bytes and about even."""
+    total = sum(count * size for count, size in zip(rows, sizes, strict=True))
+    pieces = -(-total // room)
+    even = -(-total // pieces)
+    if max(sizes) <= even and len(parts := list(_cut_at(rows, sizes, even))) == pieces:
+        return parts  # where rows end at the right places, as between projections of one size
+    return list(_cut_at(rows, sizes, min(even + max(sizes), room)))  # a part ends between rows: none may be left over
+
+
+def _cut_at(rows: Sequence[int], sizes: Sequence[int], goal: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Parts of at most `goal` bytes, which is at least a row."""
     left = sum(count * size for count, size in zip(rows, sizes, strict=True))
-    pieces = -(-left // room)
-    goal = min(-(-left // pieces) + max(sizes), room)  # a part ends between rows: none may be left over
     done = [0] * len(rows)
     while left:
         free, part = goal, []

@@ -18,20 +18,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trellis_format.errors import FormatError
 from trellis_format.files.arrays import MANY_BYTES, FileRuns
-from trellis_format.files.pollers import Pollers, Ticket, have_pollers
-from trellis_format.files.reads import plan_reads
-from trellis_format.files.together import check_parts, read_together
+from trellis_format.files.pollers import KernelReads, Ticket, open_pollers, open_workers
+from trellis_format.files.reads import Reads, check_parts, plan_reads
+from trellis_format.files.uring import thread_ring
 from trellis_prep.errors import PrepDeviceError
 from trellis_prep.lanes import CopyLane, Move
 from trellis_prep.slots import Slot, SlotRing
 
-__all__ = ["Load", "Read", "transfer"]
+__all__ = ["AnyLoad", "Load", "Read", "transfer"]
 
 _START_SECONDS = 1.0
 """How long a thread may take from its start to its first step; one that was interrupted before it began never does."""
@@ -54,15 +55,39 @@ class Read:
     runs: FileRuns | None = None
 
 
+class AnyLoad(Protocol):
+    """What passes through a slot in one turn, such as a `Load`."""
+
+    @property
+    def name(self) -> str:
+        """For messages, such as "codes of experts 0..3"."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and moved."""
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What fills the slot, one after another."""
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Where the bytes go."""
+
+    def planned(self, address: int) -> Reads | None:
+        """All reads into memory at an address, to be made at a time; None where only `reads` knows."""
+
+    def unread(self, short: set[int]) -> list[Read]:
+        """What is to be read again, which does it or tells why it cannot be.
+
+        Args:
+            short: parts, counted as `reads`, that were not read whole; those whose file changed come in addition.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class Load:
-    """What passes through a slot in one turn.
-
-    Attributes:
-        name: for messages, such as "codes of experts 0..3".
-        reads: what fills the slot, one after another.
-        moves: where the bytes go.
-    """
+    """What passes through a slot in one turn; its attributes and methods are those of `AnyLoad`."""
 
     name: str
     reads: tuple[Read, ...]
@@ -73,18 +98,34 @@ class Load:
         """Bytes read and moved."""
         return sum(read.nbytes for read in self.reads)
 
+    def planned(self, address: int) -> Reads | None:
+        """See `AnyLoad`; None where a part lies in memory, or a file cannot be opened."""
+        if len(parts := self._parts()) < len(self.reads):
+            return None
+        with contextlib.suppress(FormatError):  # to be found again by the read that names what it is of
+            return plan_reads(parts, address)
+        return None
+
+    def unread(self, short: set[int]) -> list[Read]:
+        """See `AnyLoad`."""
+        return [self.reads[index] for index in check_parts(self._parts(), short)]
+
+    def _parts(self) -> list[FileRuns]:
+        return [read.runs for read in self.reads if read.runs is not None]
+
 
 _Done = queue.SimpleQueue[int | BaseException | None]
 
 
 def transfer(
-    loads: Iterable[Load],
+    loads: Iterable[AnyLoad],
     ring: SlotRing,
     lane: CopyLane,
     moved: Callable[[int], None] | None,
     *,
     readers: int = 1,
     pollers: int = 0,
+    workers: bool = False,
 ) -> None:
     """Move loads through a ring.
 
@@ -99,14 +140,14 @@ def transfer(
         readers: threads that fill slots; with one, reads are done in the order of the loads.
         pollers: threads of the kernel that fill slots instead, from files, for one thread; without effect where the
             system does not give them.
+        workers: whether the kernel's own pool does.
 
     Raises:
         PrepDeviceError: if a copy fails; names the load.
         BaseException: what a read or `moved` raised.
     """
     feed, done = _Feed(loads), _Done()
-    polled = pollers > 0 and have_pollers()
-    readers = 1 if polled else readers
+    readers = 1 if (kernel := _open(pollers, workers)) is not None else readers
     with contextlib.ExitStack() as stack:  # each step is taken whatever happens to the one before
         stack.callback(_drain, lane)
         stack.callback(_discard, done)
@@ -114,7 +155,7 @@ def transfer(
         stack.callback(_join, started)
         stack.callback(ring.cancel)
         for _ in range(readers):
-            arguments = (feed, ring, lane, done, moved is not None, pollers if polled else 0)
+            arguments = (feed, ring, lane, done, moved is not None, kernel)
             thread = threading.Thread(target=_work, args=arguments, name="trellis-prep-reader", daemon=True)
             started.append(thread)  # first: an interrupt may come while it starts
             try:
@@ -136,26 +177,26 @@ def transfer(
 class _Feed:
     """Hands loads out to threads, in order."""
 
-    def __init__(self, loads: Iterable[Load]) -> None:
-        self._loads: Iterator[Load] = iter(loads)
+    def __init__(self, loads: Iterable[AnyLoad]) -> None:
+        self._loads: Iterator[AnyLoad] = iter(loads)
         self._lock = threading.Lock()
 
-    def take(self) -> Load | None:
+    def take(self) -> AnyLoad | None:
         """The next load; None when there is no more."""
         with self._lock:
             return next(self._loads, None)
 
 
-def _work(feed: _Feed, ring: SlotRing, lane: CopyLane, done: _Done, tell: bool, pollers: int) -> None:
-    def told(load: Load) -> None:
+def _work(feed: _Feed, ring: SlotRing, lane: CopyLane, done: _Done, tell: bool, kernel: KernelReads | None) -> None:
+    def told(load: AnyLoad) -> None:
         if tell:
             done.put(load.nbytes)
 
     try:
         with lane.issuing():
-            if (polled := _open_pollers(pollers)) is not None:
-                with polled:
-                    _poll(feed, ring, lane, polled, told)
+            if kernel is not None:
+                with kernel:
+                    _poll(feed, ring, lane, kernel, told)
             else:
                 while (load := feed.take()) is not None and _move(load, ring, lane):
                     told(load)
@@ -165,27 +206,25 @@ def _work(feed: _Feed, ring: SlotRing, lane: CopyLane, done: _Done, tell: bool, 
         done.put(None)
 
 
-def _move(load: Load, ring: SlotRing, lane: CopyLane) -> bool:
+def _move(load: AnyLoad, ring: SlotRing, lane: CopyLane) -> bool:
     """Fill a slot and issue its copies; whether the ring still lent one."""
     slot = ring.take()
-    if slot is None or not _fill(_read_at_once(load, slot.array), slot, ring):
+    if slot is None or not _fill(_read_at_once(load, slot), slot, ring):
         return False
     _copy(load, slot, ring, lane)
     return True
 
 
-def _open_pollers(count: int) -> Pollers | None:
-    """Threads of the kernel that read; None where none are wanted or the system gives no more."""
-    if not count:
-        return None
+def _open(pollers: int, workers: bool) -> KernelReads | None:
+    """What reads in the kernel; None where nothing is wanted or the system gives no more."""
     with contextlib.suppress(OSError):
-        return Pollers(count)
+        return open_workers() if workers else open_pollers(pollers) if pollers else None
     return None
 
 
-def _poll(feed: _Feed, ring: SlotRing, lane: CopyLane, pollers: Pollers, told: Callable[[Load], None]) -> None:
+def _poll(feed: _Feed, ring: SlotRing, lane: CopyLane, kernel: KernelReads, told: Callable[[AnyLoad], None]) -> None:
     """Start reads into every slot that is free, and issue the copies out of those that are filled, in order."""
-    flying: deque[tuple[Load, Slot, Ticket | None]] = deque()
+    flying: deque[tuple[AnyLoad, Slot, Ticket | None]] = deque()
     more = True
     while more or flying:
         if more and (ring.ready() or not flying):
@@ -194,49 +233,35 @@ def _poll(feed: _Feed, ring: SlotRing, lane: CopyLane, pollers: Pollers, told: C
             elif (slot := ring.take()) is None:
                 return
             else:
-                flying.append((load, slot, _start(load, slot, pollers)))
+                reads = _planned(load, slot)
+                flying.append((load, slot, None if reads is None else kernel.start(reads)))
             continue
         if ring.cancelled:
             return
         load, slot, ticket = flying[0]
         if ticket is not None and not ticket.done:
-            pollers.look()
+            kernel.look()
             continue
         flying.popleft()
-        if not _fill(load.reads if ticket is None else _missing(load, pollers, ticket), slot, ring):
+        if ticket is not None:
+            kernel.wait(ticket)  # which forgets it
+        if not _fill(load.reads if ticket is None else load.unread(ticket.short_parts()), slot, ring):
             return
         _copy(load, slot, ring, lane)
         told(load)
 
 
-def _start(load: Load, slot: Slot, pollers: Pollers) -> Ticket | None:
-    """Start the reads of a load; None where they are to be made one after another."""
-    if (parts := _parts(load)) is None:
-        return None
-    with contextlib.suppress(FormatError):  # to be found again by the read that names what it is of
-        return pollers.start(plan_reads(parts, slot.array.ctypes.data))
-    return None
+def _planned(load: AnyLoad, slot: Slot) -> Reads | None:
+    """The reads of a load that are worth to be made at a time."""
+    return load.planned(slot.address) if load.nbytes >= MANY_BYTES else None
 
 
-def _missing(load: Load, pollers: Pollers, ticket: Ticket) -> list[Read]:
-    pollers.wait(ticket)  # which forgets it
-    parts = _parts(load)
-    assert parts is not None  # as when it was started
-    return [load.reads[index] for index in check_parts(parts, ticket.short_parts())]
-
-
-def _read_at_once(load: Load, array: npt.NDArray[np.uint8]) -> Sequence[Read]:
-    """Read what lies in files together; what is left to be filled one after another, and to say why where it cannot."""
-    if (parts := _parts(load)) is not None:
-        with contextlib.suppress(FormatError):  # as in `_start`
-            return [load.reads[index] for index in read_together(parts, array[: load.nbytes])]
-    return load.reads
-
-
-def _parts(load: Load) -> list[FileRuns] | None:
-    """Where a load lies in files; None where not all of it does, or it is small."""
-    parts = [read.runs for read in load.reads if read.runs is not None]
-    return parts if len(parts) == len(load.reads) and load.nbytes >= MANY_BYTES else None
+def _read_at_once(load: AnyLoad, slot: Slot) -> Sequence[Read]:
+    """Read what lies in files at a time; what is left to be filled one after another."""
+    if (ring := thread_ring()) is None or (reads := _planned(load, slot)) is None:
+        return load.reads
+    short = np.flatnonzero(ring.run(reads.entries) != reads.sizes)
+    return load.unread(set(reads.owners[short].tolist()))
 
 
 def _fill(reads: Sequence[Read], slot: Slot, ring: SlotRing) -> bool:
@@ -249,7 +274,7 @@ def _fill(reads: Sequence[Read], slot: Slot, ring: SlotRing) -> bool:
     return True
 
 
-def _copy(load: Load, slot: Slot, ring: SlotRing, lane: CopyLane) -> None:
+def _copy(load: AnyLoad, slot: Slot, ring: SlotRing, lane: CopyLane) -> None:
     try:
         lane.copy(slot, load.moves)
         copied = lane.mark()

@@ -253,13 +253,17 @@ class FileArray(ArrayView):
     """A tensor of a shard, read by position.
 
     A tensor whose dtype numpy lacks, such as bfloat16, can be described but not read; `dtype` is then void.
+
+    Attributes:
+        reader: of its shard.
+        entry: its place there.
     """
 
     def __init__(self, reader: ShardReader, entry: TensorEntry) -> None:
         self.entry = entry
         self.shape = entry.shape
         self.dtype = np.dtype(_NUMPY_DTYPES.get(entry.dtype, "V1"))
-        self._reader = reader
+        self.reader = reader
 
     @property
     def nbytes(self) -> int:
@@ -268,7 +272,7 @@ class FileArray(ArrayView):
     @property
     def file(self) -> str:
         """Path of the shard."""
-        return str(self._reader.header.path)
+        return str(self.reader.header.path)
 
     def read(self) -> npt.NDArray[Any]:
         """The whole tensor, freshly read.
@@ -279,7 +283,7 @@ class FileArray(ArrayView):
         """
         self._check_dtype()
         flat = np.empty(self.nbytes, dtype=np.uint8)
-        self._reader.read_into(self.entry.begin, flat.data, self.entry.name)
+        self.reader.read_into(self.entry.begin, flat.data, self.entry.name)
         return flat.view(self.dtype).reshape(self.shape)
 
     def read_box(self, box: tuple[slice, ...], out: npt.NDArray[np.uint8]) -> None:
@@ -295,7 +299,7 @@ class FileArray(ArrayView):
         places, length = _places(self.shape, self.dtype.itemsize, tuple((part.start, part.stop) for part in box))
         begin, count = self.entry.begin, len(places)
         offsets = (begin + int(places[0]),) if count == 1 else (places + begin).tolist()
-        self._reader.read_runs(offsets, length, out.data, self.entry.name)
+        self.reader.read_runs(offsets, length, out.data, self.entry.name)
 
     def runs(self, box: tuple[slice, ...]) -> FileRuns:
         """Where the bytes of a box lie; see `ArrayView.runs`.
@@ -306,7 +310,7 @@ class FileArray(ArrayView):
         self._check_dtype()
         self.box_shape(box)
         places, length = _places(self.shape, self.dtype.itemsize, tuple((part.start, part.stop) for part in box))
-        return FileRuns(self._reader, self.entry.begin, places, length, self.entry.name)
+        return FileRuns(self.reader, self.entry.begin, places, length, self.entry.name)
 
     def read_chunks(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of the tensor in order, in fresh arrays of at most `size` bytes; any dtype.
@@ -316,7 +320,7 @@ class FileArray(ArrayView):
         """
         for begin in range(0, self.nbytes, size):
             chunk = np.empty(min(size, self.nbytes - begin), dtype=np.uint8)
-            self._reader.read_into(self.entry.begin + begin, chunk.data, self.entry.name)
+            self.reader.read_into(self.entry.begin + begin, chunk.data, self.entry.name)
             yield chunk
 
     def _check_dtype(self) -> None:

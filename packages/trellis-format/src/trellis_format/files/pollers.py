@@ -1,9 +1,10 @@
-"""Owns reads that threads of the kernel make while this process writes down the next ones.
+"""Owns reads that the kernel makes while one thread of this process goes on writing down the next ones.
 
-It must not know what is read.  Each ring has a thread of the kernel (io_uring's submission queue polling) that copies
-out of the page cache as a thread of this process would, but without the interpreter's lock and without being woken for
-each read: one Python thread keeps a dozen of them busy by writing to memory.  That needs a processor that keeps the
-order of stores, so there are pollers on x86-64 alone.
+It must not know what is read.  Threads of the interpreter that read wait for its lock after each read; here one thread
+keeps many copies out of the page cache going.  *Workers* are the kernel's own pool behind a ring: they are woken for
+each read, which long ones are worth.  *Pollers* are rings with a thread of the kernel each, which looks for reads in
+memory and copies any number of short ones without being woken; that needs a processor that keeps the order of stores,
+so there are pollers on x86-64 alone.
 """
 
 from __future__ import annotations
@@ -12,33 +13,32 @@ import errno
 import mmap
 import os
 import platform
-import struct
 import sys
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.files.reads import LongRead, Reads
-from trellis_format.files.uring import CQE, READ, SQE, enter_ring, set_up_ring
+from trellis_format.files.reads import Reads
+from trellis_format.files.uring import CQE, SQE, enter_ring, set_up_ring
 
-__all__ = ["Pollers", "Ticket", "have_pollers"]
+__all__ = ["KernelReads", "Ticket", "have_pollers", "have_workers", "open_pollers", "open_workers"]
 
 _ENTRIES = 1024
 _POLLED, _CLAMP = 1 << 1, 1 << 4
 _ANY_FILE = 1 << 7
 _IDLE_MS = 2
 _NEED_WAKEUP, _WAKEUP, _GETEVENTS = 1, 1 << 1, 1
-_ENTRY = struct.Struct("<BBHiQQIIQ")
-_DONE = struct.Struct("<Qi4x")
 _FEW = 24
 """Completions up to which a loop over them is faster than arrays."""
-_SPINS = 2000
-"""Looks without news after which the thread sleeps between them: what is waited for then is no copy in memory."""
+_SPINS = 40
+"""Looks without news after which the thread sleeps until there are some, or for a moment."""
+_LEAST_NEWS = 4
 _NAP_SECONDS = 100e-6
 _TICKET_BITS = 32
 
@@ -49,12 +49,12 @@ class Ticket:
     Attributes:
         reads: what they are.
         left: how many have not ended.
-        short: indices of those that read less than their bytes; long ones count first.
+        short: indices of those that read less than their bytes.
     """
 
     def __init__(self, reads: Reads, number: int) -> None:
         self.reads, self.number = reads, number
-        self.left = len(reads.long) + len(reads.short)
+        self.left = len(reads.entries)
         self.short: list[int] = []
 
     @property
@@ -64,21 +64,21 @@ class Ticket:
 
     def short_parts(self) -> set[int]:
         """Parts of those that read less."""
-        reads, first = self.reads, len(self.reads.long)
-        return {reads.long_owners[index] if index < first else int(reads.owners[index - first]) for index in self.short}
+        return set(self.reads.owners[self.short].tolist()) if self.short else set()
 
 
-class _Poller:
-    """A ring and its thread of the kernel.
+class _Ring:
+    """A ring whose reads end while others are written down.
 
     Raises:
         OSError: if the system does not let this process have one.
     """
 
-    def __init__(self) -> None:
-        self.fd, params = set_up_ring(_ENTRIES, _POLLED | _CLAMP, _IDLE_MS)
+    def __init__(self, *, polled: bool) -> None:
+        self.polled = polled
+        self.fd, params = set_up_ring(_ENTRIES, _CLAMP | (_POLLED if polled else 0), _IDLE_MS if polled else 0)
         self._close = weakref.finalize(self, os.close, self.fd)
-        if not params[5] & _ANY_FILE:
+        if polled and not params[5] & _ANY_FILE:
             self._close()
             raise OSError(errno.ENOSYS, "io_uring of a kernel before 5.11 polls for registered files alone")
         sq, cq = params[10:20], params[20:30]
@@ -90,119 +90,104 @@ class _Poller:
         self._sqes = np.frombuffer(self._memory, SQE, params[0])
         self._cqes = np.frombuffer(self._rings, CQE, params[1], cq[5])
         self._sq_tail, self._sq_flags, self._cq_head, self._cq_tail = sq[1] // 4, sq[4] // 4, cq[0] // 4, cq[1] // 4
-        self._cqes_at = cq[5]
         self._tail, self._head = self._words[self._sq_tail], self._words[self._cq_head]
-        self.flying = 0
+        self._unseen = self.flying = 0
 
     @property
     def room(self) -> int:
         """Reads that it can take now."""
         return self._entries - self.flying
 
-    def push(self, read: LongRead, user: int) -> None:
-        """Write one read down; `commit` starts it."""
-        descriptor, offset, address, size = read
-        at = (self._tail & (self._entries - 1)) * SQE.itemsize
-        _ENTRY.pack_into(self._memory, at, READ, 0, 0, descriptor, offset, address, size, 0, user)
-        self._tail = (self._tail + 1) & 0xFFFFFFFF
-        self.flying += 1
-
-    def push_many(self, entries: npt.NDArray[np.void]) -> None:
-        """Write reads down, at most as many as there is room for."""
+    def push(self, entries: npt.NDArray[np.void]) -> None:
+        """Write reads down, at most as many as there is room for; `commit` starts them."""
         count, first = len(entries), self._tail & (self._entries - 1)
-        split = min(count, self._entries - first)
-        self._sqes[first : first + split], self._sqes[: count - split] = entries[:split], entries[split:]
+        if first + count <= self._entries:
+            self._sqes[first : first + count] = entries
+        else:
+            split = self._entries - first
+            self._sqes[first:], self._sqes[: count - split] = entries[:split], entries[split:]
         self._tail = (self._tail + count) & 0xFFFFFFFF
+        self._unseen += count
         self.flying += count
 
     def commit(self) -> None:
-        """Show the thread of the kernel what was written down."""
+        """Show the kernel what was written down."""
         self._words[self._sq_tail] = self._tail
-        self.wake()
+        if self.polled:
+            self._unseen = 0
+            self.wake()
+        while self._unseen:
+            self._unseen -= enter_ring(self.fd, self._unseen, 0, 0)
 
     def wake(self) -> None:
         """Wake the thread of the kernel where it sleeps; asked again while reads are waited for."""
-        if self.flying and self._words[self._sq_flags] & _NEED_WAKEUP:
+        if self.polled and self.flying and self._words[self._sq_flags] & _NEED_WAKEUP:
             enter_ring(self.fd, 0, 0, _WAKEUP)
+
+    def rest(self, least: int) -> None:
+        """Sleep until some reads have ended."""
+        if self.polled:
+            time.sleep(_NAP_SECONDS)
+        else:
+            enter_ring(self.fd, 0, min(least, self.flying), _GETEVENTS)
 
     def ended(self, tickets: dict[int, Ticket]) -> bool:
         """Note what has ended; whether anything has."""
         count = (self._words[self._cq_tail] - self._head) & 0xFFFFFFFF
         if not count:
             return False
+        first = self._head & (self._dones - 1)
+        found = self._cqes[first : first + count]
+        if len(found) < count:
+            found = np.concatenate((found, self._cqes[: count - len(found)]))
         if count <= _FEW:
-            for index in range(self._head, self._head + count):
-                user, result = _DONE.unpack_from(
-                    self._rings, self._cqes_at + (index & (self._dones - 1)) * CQE.itemsize
-                )
-                _note(tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF, result)
+            for user, result in zip(found["user_data"].tolist(), found["result"].tolist(), strict=True):
+                ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
+                if result != ticket.reads.sizes[index]:
+                    ticket.short.append(index)
+                ticket.left -= 1
         else:
-            self._note_many(count, tickets)
+            _note_many(found, tickets)
         self._head = (self._head + count) & 0xFFFFFFFF
         self._words[self._cq_head] = self._head
         self.flying -= count
         return True
 
-    def _note_many(self, count: int, tickets: dict[int, Ticket]) -> None:
-        """Note completions by stretches that ended in the order in which they were written down, as most do."""
-        first = self._head & (self._dones - 1)
-        split = min(count, self._dones - first)
-        found = self._cqes[first : first + split]
-        if split < count:
-            found = np.concatenate((found, self._cqes[: count - split]))
-        users = found["user_data"].astype(np.int64)
-        starts = [0, *(np.flatnonzero(np.diff(users) != 1) + 1).tolist(), count]
-        for start, end in pairwise(starts):
-            user = int(users[start])
-            ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
-            while index < len(ticket.reads.long) and start < end:
-                _note(ticket, index, int(found["result"][start]))
-                index, start = index + 1, start + 1
-            place = index - len(ticket.reads.long)
-            bad = np.flatnonzero(found["result"][start:end] != ticket.reads.sizes[place : place + end - start])
-            ticket.short += (bad + index).tolist()
-            ticket.left -= end - start
-
     def close(self) -> None:
-        """End the thread of the kernel, which lives as long as its memory is mapped."""
+        """Free it; a thread of the kernel lives as long as its memory is mapped."""
         self._words.release()
         for name in ("_sqes", "_cqes", "_rings", "_memory"):
             delattr(self, name)
         self._close()
 
 
-def _note(ticket: Ticket, index: int, result: int) -> None:
-    long = ticket.reads.long
-    if result != (long[index][3] if index < len(long) else ticket.reads.sizes[index - len(long)]):
-        ticket.short.append(index)
-    ticket.left -= 1
+def _note_many(found: npt.NDArray[np.void], tickets: dict[int, Ticket]) -> None:
+    """Note completions by stretches that ended in the order in which they were written down, as most do."""
+    users = found["user_data"].astype(np.int64)
+    for start, end in pairwise([0, *(np.flatnonzero(np.diff(users) != 1) + 1).tolist(), len(users)]):
+        user = int(users[start])
+        ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
+        bad = np.flatnonzero(found["result"][start:end] != ticket.reads.sizes[index : index + end - start])
+        ticket.short += (bad + index).tolist()
+        ticket.left -= end - start
 
 
-class Pollers:
-    """Rings with a thread of the kernel each; for one thread, which no signal may interrupt.  Use it as a context.
+class KernelReads:
+    """Rings that read; for one thread, which no signal may interrupt.  Use it as a context.
 
     Leaving waits for what was started, so that nothing writes to its memory any more.
 
     Args:
-        count: how many.
-
-    Raises:
-        OSError: if the system does not let this process have them.
+        rings: what reads are shared out over.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, rings: Sequence[_Ring]) -> None:
+        self._rings = list(rings)
         self._tickets: dict[int, Ticket] = {}
         self._waiting: deque[tuple[Ticket, int]] = deque()  # and the first read that is not written down
         self._numbers = self._next = self._looks = 0
-        self._rings: list[_Poller] = []
-        try:
-            for _ in range(count):
-                self._rings.append(_Poller())
-        except OSError:
-            self._close_rings()
-            raise
 
-    def __enter__(self) -> Pollers:
+    def __enter__(self) -> KernelReads:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,13 +197,13 @@ class Pollers:
         """Start reads.
 
         Args:
-            reads: what to read; the caller holds the memory that they write to.
+            reads: what to read, whose `user_data` is written; the caller holds the memory that they write to.
         """
         self._numbers += 1
         ticket = Ticket(reads, self._numbers)
         if ticket.left:
             self._tickets[ticket.number] = ticket
-            reads.short["user_data"] = np.arange(len(reads.long), ticket.left) + (ticket.number << _TICKET_BITS)
+            reads.entries["user_data"] = np.arange(ticket.left) + (ticket.number << _TICKET_BITS)
             self._waiting.append((ticket, 0))
             self._feed()
         return ticket
@@ -226,7 +211,7 @@ class Pollers:
     def look(self) -> bool:
         """See what has ended, and start what was waiting for room; whether anything had ended.
 
-        Where nothing has for long, it sleeps.
+        Where nothing has for some looks, it sleeps.
         """
         news = False
         for ring in self._rings:
@@ -240,7 +225,10 @@ class Pollers:
         for ring in self._rings:
             ring.wake()
         self._looks += 1
-        time.sleep(0 if self._looks < _SPINS else _NAP_SECONDS)  # others want the interpreter's lock and the core
+        if self._looks < _SPINS:
+            os.sched_yield()  # others want the interpreter's lock and the core
+        else:
+            next((ring for ring in self._rings if ring.flying), self._rings[0]).rest(_LEAST_NEWS)
         return False
 
     def wait(self, ticket: Ticket) -> None:
@@ -250,13 +238,10 @@ class Pollers:
         self._tickets.pop(ticket.number, None)
 
     def close(self) -> None:
-        """Wait for all reads, and end the threads of the kernel."""
+        """Wait for all reads, and free the rings."""
         self._waiting.clear()  # not started, and nobody asks any more
         while any(ring.flying for ring in self._rings):
             self.look()
-        self._close_rings()
-
-    def _close_rings(self) -> None:
         for ring in self._rings:
             ring.close()
         self._rings = []
@@ -267,7 +252,7 @@ class Pollers:
         while self._waiting:
             ticket, done = self._waiting[0]
             done = self._write_down(ticket, done, touched)
-            if done < len(ticket.reads.long) + len(ticket.reads.short):
+            if done < len(ticket.reads.entries):
                 self._waiting[0] = (ticket, done)
                 break
             self._waiting.popleft()
@@ -275,34 +260,64 @@ class Pollers:
             self._rings[index].commit()
 
     def _write_down(self, ticket: Ticket, done: int, touched: set[int]) -> int:
-        reads, user = ticket.reads, ticket.number << _TICKET_BITS
-        total, long, full = len(reads.long) + len(reads.short), len(reads.long), 0
-        share = max(-(-len(reads.short) // len(self._rings)), 1)
-        while done < total and full < len(self._rings):
+        entries, full = ticket.reads.entries, 0
+        share = -(-len(entries) // len(self._rings))
+        while done < len(entries) and full < len(self._rings):
             ring, index = self._rings[self._next], self._next
             self._next = (self._next + 1) % len(self._rings)
-            if not (room := ring.room):
-                full += 1
-                continue
-            full = 0
-            touched.add(index)
-            if done < long:
-                ring.push(reads.long[done], user + done)
-                done += 1
+            if count := min(share, ring.room, len(entries) - done):
+                ring.push(entries[done : done + count])
+                done, full = done + count, 0
+                touched.add(index)
             else:
-                count = min(share, room, total - done)
-                ring.push_many(reads.short[done - long : done - long + count])
-                done += count
+                full += 1
         return done
+
+
+def open_pollers(count: int) -> KernelReads:
+    """Rings with a thread of the kernel each.
+
+    Args:
+        count: how many.
+
+    Raises:
+        OSError: if the system does not let this process have them.
+    """
+    rings: list[_Ring] = []
+    try:
+        rings.extend(_Ring(polled=True) for _ in range(count))  # an error leaves those before it
+    except OSError:
+        KernelReads(rings).close()
+        raise
+    return KernelReads(rings)
+
+
+def open_workers() -> KernelReads:
+    """A ring with the kernel's own pool behind it.
+
+    Raises:
+        OSError: if the system does not let this process have it.
+    """
+    return KernelReads([_Ring(polled=False)])
 
 
 @cache
 def have_pollers() -> bool:
     """Whether this process can have pollers, as it was when this was first asked."""
-    if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
+    return platform.machine().lower() in ("x86_64", "amd64") and _have(polled=True)
+
+
+@cache
+def have_workers() -> bool:
+    """Whether this process can have workers, as it was when this was first asked."""
+    return _have(polled=False)
+
+
+def _have(*, polled: bool) -> bool:
     try:
-        _Poller().close()
+        if sys.platform == "linux":
+            _Ring(polled=polled).close()
+            return True
     except (OSError, ValueError):
-        return False
-    return True
+        pass
+    return False

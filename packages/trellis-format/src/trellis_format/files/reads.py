@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.files.arrays import FileRuns
+from trellis_format.files.arrays import FileRuns, ShardReader
 from trellis_format.files.uring import ASYNC, LONG_BYTES, READ, READV, SQE
 
-__all__ = ["LONG_PIECE", "LongRead", "Reads", "plan_reads"]
+__all__ = ["LONG_PIECE", "Reads", "check_parts", "plan_reads"]
 
 LONG_PIECE = 512 << 10
 """Bytes into which long runs are cut, so that several copy one."""
-_FEW_RUNS = 4
-"""Runs up to which a loop over them is faster than arrays."""
 _SEGMENT = np.dtype([("address", "<u8"), ("length", "<u8")])
 
-LongRead = tuple[int, int, int, int]
-"""(descriptor, offset, address, bytes)."""
 
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Reads:
     """Reads that together fill parts of a buffer.
 
     Attributes:
-        long: those of long runs, few enough for a loop.
-        long_owners: the part of each.
-        short: `[reads] SQE`, of short runs.
-        sizes: `[reads] int64`, bytes of each short one.
-        owners: `[reads] int64`, the part of each short one.
-        held: memory that short reads point to.
+        entries: `[reads] SQE`; those of long runs are for the kernel's workers.
+        sizes: `[reads] int64`, bytes of each.
+        owners: `[reads] int64`, the part of each.
+        vectors: places of those that scatter, which entries point to.
     """
 
-    long: list[LongRead] = field(default_factory=list)
-    long_owners: list[int] = field(default_factory=list)
-    short: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, dtype=SQE))
-    sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    owners: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    held: list[npt.NDArray[np.void]] = field(default_factory=list)
+    entries: npt.NDArray[np.void]
+    sizes: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    vectors: tuple[npt.NDArray[np.void], ...] = ()
 
-    def entries(self) -> npt.NDArray[np.void]:
-        """All of them, the long ones first, to be copied by the kernel's workers: `[reads] SQE`."""
-        found = np.zeros(len(self.long), dtype=SQE)
-        found["opcode"], found["flags"] = READ, ASYNC
-        if self.long:
-            table = np.array(self.long, dtype=np.int64).T
-            found["fd"], found["offset"], found["address"], found["length"] = table
-        return np.concatenate((found, self.short))
+    def at(self, address: int) -> Reads:
+        """The same reads into memory that begins so many bytes later."""
+        entries = self.entries.copy()
+        plain = entries["opcode"] == READ
+        entries["address"][plain] += address
+        vectors = []
+        for old in self.vectors:
+            new = old.copy()
+            new["address"] += address
+            own = (entries["address"] >= old.ctypes.data) & (entries["address"] < old.ctypes.data + old.nbytes) & ~plain
+            entries["address"][own] += np.uint64((new.ctypes.data - old.ctypes.data) % 2**64)
+            vectors.append(new)
+        return Reads(entries, self.sizes, self.owners, tuple(vectors))
 
 
 def plan_reads(parts: Sequence[FileRuns], address: int) -> Reads:
@@ -63,25 +59,39 @@ def plan_reads(parts: Sequence[FileRuns], address: int) -> Reads:
     Raises:
         FormatValueError: if a file cannot be opened, or is not the one that its header came from.
     """
-    reads, groups = Reads(), list[_Group]()
+    groups: list[_Group] = []
     for index, part in enumerate(parts):
-        if part.scatter is None and (part.length >= LONG_BYTES or len(part.places) <= _FEW_RUNS):
-            _cut(reads, index, part, address)
-        elif groups and groups[-1].takes(part):
+        if groups and groups[-1].takes(part):
             groups[-1].add(index, part, address)
         else:
             groups.append(_Group(index, part, address))
         address += part.nbytes
-    if not groups:
-        return reads
-    reads.short = np.zeros(sum(group.count for group in groups), dtype=SQE)
+    entries = np.zeros(sum(group.count for group in groups), dtype=SQE)
+    sizes = np.empty(len(entries), dtype=np.int64)
+    owners = np.empty(len(entries), dtype=np.int64)
+    vectors: list[npt.NDArray[np.void]] = []
     first = 0
     for group in groups:
-        group.write(reads.short[first : first + group.count], reads.held)
-        first += group.count
-    reads.sizes = np.repeat([group.part.length for group in groups], [group.count for group in groups])
-    reads.owners = np.concatenate([np.repeat(group.indices, len(group.part.places)) for group in groups])
-    return reads
+        own = slice(first, first + group.count)
+        group.write(entries[own], sizes[own], owners[own], vectors)
+        first = own.stop
+    return Reads(entries, sizes, owners, tuple(vectors))
+
+
+def check_parts(parts: Sequence[FileRuns], short: Collection[int]) -> list[int]:
+    """Indices of the parts that are not as their files have them; the bytes of the others are counted.
+
+    Args:
+        parts: what was read.
+        short: indices of those that were not read whole.
+    """
+    done: dict[ShardReader, int] = {}
+    for index, part in enumerate(parts):
+        done[part.reader] = done.get(part.reader, 0) + (0 if index in short else part.nbytes)
+    changed = [reader for reader, nbytes in done.items() if not reader.count_if_unchanged(nbytes)]
+    if not short and not changed:
+        return []
+    return [index for index, part in enumerate(parts) if index in short or part.reader in changed]
 
 
 class _Group:
@@ -91,11 +101,13 @@ class _Group:
         self.part = part
         self.indices, self.addresses = [index], [address]
         self.begins, self.descriptors = [part.begin], [part.reader.descriptor()]
+        whole = part.scatter is not None or part.length < LONG_BYTES
+        self._starts = np.zeros(1, np.int64) if whole else np.arange(0, part.length, LONG_PIECE, dtype=np.int64)
 
     @property
     def count(self) -> int:
         """Reads of all parts."""
-        return len(self.indices) * len(self.part.places)
+        return len(self.indices) * len(self.part.places) * len(self._starts)
 
     def takes(self, part: FileRuns) -> bool:
         """Whether a part is like those that it has."""
@@ -109,30 +121,30 @@ class _Group:
         self.begins.append(part.begin)
         self.descriptors.append(part.reader.descriptor())
 
-    def write(self, entries: npt.NDArray[np.void], held: list[npt.NDArray[np.void]]) -> None:
-        """Write down the reads, and keep what they point to."""
-        part, addresses = self.part, np.array(self.addresses, dtype=np.int64)
-        table = entries.reshape(len(self.indices), -1)
-        table["fd"] = np.array(self.descriptors)[:, None]
-        table["offset"] = np.array(self.begins, dtype=np.int64)[:, None] + part.places
+    def write(
+        self,
+        entries: npt.NDArray[np.void],
+        sizes: npt.NDArray[np.int64],
+        owners: npt.NDArray[np.int64],
+        vectors: list[npt.NDArray[np.void]],
+    ) -> None:
+        """Write down the reads, `[parts, runs, pieces]`, and keep what they point to."""
+        part, pieces = self.part, self._starts
+        shape = len(self.indices), len(part.places), len(pieces)
+        lengths = np.minimum(part.length - pieces, LONG_PIECE) if len(pieces) > 1 else np.full(1, part.length)
+        sizes.reshape(shape)[...] = lengths
+        owners.reshape(shape)[...] = np.array(self.indices)[:, None, None]
+        table, addresses = entries.reshape(shape), np.array(self.addresses, dtype=np.int64)[:, None, None]
+        table["fd"] = np.array(self.descriptors)[:, None, None]
+        table["offset"] = np.array(self.begins, dtype=np.int64)[:, None, None] + part.places[:, None] + pieces
         if part.scatter is None:
-            table["opcode"], table["length"] = READ, part.length
-            table["address"] = addresses[:, None] + np.arange(len(part.places)) * part.length
+            table["opcode"], table["length"] = READ, lengths
+            table["flags"] = ASYNC if part.length >= LONG_BYTES else 0
+            table["address"] = addresses + np.arange(shape[1])[:, None] * part.length + pieces
             return
         segments = part.scatter.shape[1]
-        vectors = np.empty((len(addresses), *part.scatter.shape), dtype=_SEGMENT)
-        vectors["address"], vectors["length"] = addresses[:, None, None] + part.scatter, part.length // segments
+        places = np.empty((shape[0], *part.scatter.shape), dtype=_SEGMENT)
+        places["address"], places["length"] = addresses + part.scatter, part.length // segments
         table["opcode"], table["length"] = READV, segments
-        entries["address"] = vectors.ctypes.data + np.arange(len(entries)) * (segments * _SEGMENT.itemsize)
-        held.append(vectors)
-
-
-def _cut(reads: Reads, index: int, part: FileRuns, address: int) -> None:
-    descriptor, length = part.reader.descriptor(), part.length
-    for place in part.places.tolist():
-        offset = part.begin + place
-        for first in range(0, length, LONG_PIECE):
-            size = min(LONG_PIECE, length - first)
-            reads.long.append((descriptor, offset + first, address + first, size))
-            reads.long_owners.append(index)
-        address += length
+        entries["address"] = places.ctypes.data + np.arange(len(entries)) * (segments * _SEGMENT.itemsize)
+        vectors.append(places)

@@ -1,4 +1,4 @@
-"""Holds reads of many parts at a time to reads one by one, and to telling which of them it could not do."""
+"""Holds reads of many parts at a time to reads one by one, and to telling which of them were not made."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from exl3_files import write_shard
-from format.files.test_uring import in_thread, needs_ring
+from format.files.test_uring import needs_ring
 from trellis_format.files import reads
 from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
 from trellis_format.files.header import read_header
-from trellis_format.files.together import read_together
+from trellis_format.files.reads import check_parts, plan_reads
 from trellis_format.files.uring import Ring
 
 
@@ -54,9 +54,11 @@ def parts_of(views: list[FileArray], *, scattered: bool) -> tuple[list[FileRuns]
 
 
 def read(parts: list[FileRuns]) -> tuple[list[int], np.ndarray]:
-    """What a thread of its own missed, and the buffer that it filled, poisoned before."""
+    """What a ring missed, and the buffer that it filled, poisoned before."""
     out = np.full(sum(part.nbytes for part in parts), 0xA5, dtype=np.uint8)
-    return in_thread(lambda: read_together(parts, out)), out
+    planned = plan_reads(parts, out.ctypes.data)
+    short = planned.owners[Ring().run(planned.entries) != planned.sizes]
+    return check_parts(parts, set(short.tolist())), out
 
 
 @needs_ring
@@ -74,14 +76,6 @@ def test_all_parts_are_those_read_one_by_one(
     assert missing == []
     assert out.tobytes() == expected
     assert sum(part.reader.bytes_read for part in parts[::4]) - before == len(expected)
-
-
-def test_no_parts_and_no_ring_are_nothing_read(tmp_path: Path) -> None:
-    assert in_thread(lambda: read_together([], np.empty(0, dtype=np.uint8))) == []
-    parts, _ = parts_of(opened(tmp_path, 1), scattered=False)
-    out = np.full(sum(part.nbytes for part in parts), 0xA5, dtype=np.uint8)
-    assert read_together(parts, out) == [0, 1, 2, 3], "the main thread has no ring"
-    assert (out == 0xA5).all()
 
 
 @needs_ring
