@@ -2,7 +2,7 @@
 
 It must not know file layouts.
 
-    layer_share -> prepare_weights -> plan_parallel -> open_groups -> bind_parallel -> run
+    layer_share -> plan_parallel -> prepare_weights -> open_groups -> bind_parallel -> run
 """
 
 from __future__ import annotations
