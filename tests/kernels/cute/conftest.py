@@ -90,9 +90,10 @@ class NumpyWarp:
         g, t = lane // 4, lane % 4
         return [np.where(g == 2 * t + column, word, 0).astype(np.uint32) for column in range(2)]
 
-    def multiply_halves_to_halves(self, a: list[Lanes], b: list[Lanes]) -> list[Lanes]:
+    def multiply_halves_to_halves(self, a: list[Lanes], b: list[Lanes], addend_bits: int) -> list[Lanes]:
         left, right = (operands(words, np.float16, 2).astype(np.float64) for words in (a, b))
-        total = left @ np.swapaxes(right, -1, -2)
+        addend = float(np.array(addend_bits, np.uint16).view(np.float16))
+        total = left @ np.swapaxes(right, -1, -2) + addend
         sums = total.astype(np.float16)  # spans few bits, so float64 is exact and this rounds once
         pairs = np.stack([sums[..., G + 8 * half, :] for half in range(2)])
         pairs = np.stack([pairs[..., np.arange(32), 2 * T + column] for column in range(2)], axis=-1)

@@ -124,7 +124,7 @@ class _SummedHalves(DeviceCodebook):
     def _finish_by_products(self, fours: list[list[Uint32]], lane: Int32) -> list[list[Uint32]]:
         ones = primitives.own_columns(lane, _bits(1.0) * 0x00010001)
         masked = [[primitives.and_xor(four[index], FIELD_MASK, FIELD_XOR) for index in (0, 2, 1, 3)] for four in fours]
-        return [primitives.multiply_halves_to_halves(four, ones) for four in masked]
+        return [primitives.multiply_halves_to_halves(four, ones, 0) for four in masked]
 
 
 class _ThreeInst(_SummedHalves):
@@ -143,7 +143,8 @@ class _Mul1(DeviceCodebook):
     """One byte sum a weight, and one join and one fused multiply-add a pair.
 
     Twice a byte sum S as the bits of an fp16 is 2 S * 2^-24, also where that is normal.  So a product of four weights'
-    {2 S, 1} with {a multiple of the scale, the bias} is the law without its 1024, and joins them.
+    2 S with a multiple of the scale, plus the bias, is the law without its 1024, and joins them.  The bias as an input
+    of the product, beside the sums, spares two registers and costs 2 to 6% of the weights a second.
     """
 
     name = Mul1.name
@@ -170,10 +171,9 @@ class _Mul1(DeviceCodebook):
 
     def _finish_by_products(self, fours: list[list[Uint32]], lane: Int32) -> list[list[Uint32]]:
         scale, bias = _bits(_half(SCALE_BITS) * 2.0**23), _bits(1024.0 * _half(SCALE_BITS) + _half(BIAS_BITS))
-        lines = primitives.own_columns(lane, bias << 16 | scale)
-        one = _bits(1.0) << 16
-        doubled = [[primitives.dot_ones(four[index], one, factor=2) for index in (0, 2, 1, 3)] for four in fours]
-        return [primitives.multiply_halves_to_halves(four, lines) for four in doubled]
+        scales = primitives.own_columns(lane, scale)
+        doubled = [[primitives.dot_ones(four[index], 0, factor=2) for index in (0, 2, 1, 3)] for four in fours]
+        return [primitives.multiply_halves_to_halves(four, scales, bias) for four in doubled]
 
 
 DEVICE_CODEBOOKS: dict[str, DeviceCodebook] = {codebook.name: codebook for codebook in (_ThreeInst(), _MCG(), _Mul1())}

@@ -147,11 +147,12 @@ def own_columns(lane: Int32, word: int) -> list[Uint32]:
     return [Uint32(word) * Uint32(g == 2 * t + column) for column in range(2)]
 
 
-def multiply_halves_to_halves(a: list[Uint32], b: list[Uint32]) -> list[Uint32]:
-    """`m16n8k16` of fp16 pairs into fp16: a is 16 x 16, b 16 x 8, the result 16 x 8."""
+def multiply_halves_to_halves(a: list[Uint32], b: list[Uint32], addend_bits: int) -> list[Uint32]:
+    """`m16n8k16` of fp16 pairs into fp16, plus one fp16 value everywhere: a is 16 x 16, b 16 x 8, the result 16 x 8."""
     return list(
         cute.arch.inline_ptx(
-            "{.reg .b32 c; mov.b32 c, 0; mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {{$w0}, {$w1}}, "
+            f"{{.reg .b32 c; mov.b32 c, {_immediate(addend_bits << 16 | addend_bits)}; "
+            "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {{$w0}, {$w1}}, "
             "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {c, c};}",
             write_only_types=[Uint32] * 2,
             read_only_args=[*a, *b],
