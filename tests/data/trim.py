@@ -27,8 +27,10 @@ LARGE = ".layer1.m40."
 """Cases of the whole checkpoint that are left out: layer 0 has the same batch."""
 TILE_ROWS = 1
 """Rows of tiles that are kept of each random matrix, of 8: tiles are decoded alone."""
-TOKENS = 16
+TOKENS = 8
 """Tokens that are kept of a batch of the whole checkpoint's expert layers."""
+CUT_TOKENS = 3
+"""Tokens that are kept of a batch of the other checkpoints."""
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -117,14 +119,14 @@ def choose(cut: Cut, layer: int, golden: Arrays) -> tuple[int, ...]:
 
 
 def filter_tokens(golden: Arrays, stem: str, experts: tuple[int, ...]) -> Arrays:
-    """The rows whose routes all go to `experts`, with their ids renumbered."""
+    """The first rows whose routes all go to `experts`, with their ids renumbered."""
     kept: Arrays = {}
     for name, ids in golden.items():
         if not (name.startswith(stem) and name.endswith(".topk_ids")):
             continue
-        rows = np.isin(ids, experts).all(axis=1)
+        rows = np.flatnonzero(np.isin(ids, experts).all(axis=1))[:CUT_TOKENS]
         case = name.removesuffix("topk_ids")
-        if rows.any():
+        if rows.size:
             kept |= {other: array[rows] for other, array in golden.items() if other.startswith(case)}
             kept[name] = np.searchsorted(np.array(experts), ids[rows])
     return kept
