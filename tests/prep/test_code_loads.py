@@ -18,7 +18,8 @@ from trellis_format.native.layer import trellis_from_native
 from trellis_format.native.manifest import read_manifest
 from trellis_format.native.reader import read_layer
 from trellis_format.native.writer import plan_head, write_layer, write_manifest
-from trellis_prep import PrepReadError, TrellisStaging, plan_preparation
+from trellis_prep import PrepReadError, TrellisStaging, plan_preparation, staging
+from trellis_prep import plan as plan_module
 from trellis_prep.code_loads import CodeLoads
 from trellis_prep.plan import PreparationPlan
 
@@ -45,16 +46,31 @@ def loads_of(layer: Layer, plan: PreparationPlan) -> CodeLoads:
 @pytest.mark.parametrize("max_bytes", [150_000, 250_000, 1 << 26])
 @pytest.mark.parametrize(("first", "blocks"), [(0, 3), (0, 1), (1, 2)])
 @pytest.mark.parametrize("rates", [("3",), ("1", "8", "2.5")])
+@pytest.mark.parametrize("by_projection", [False, True])
 def test_planned_reads_are_those_made_one_by_one(
-    tmp_path: Path, container: str, max_bytes: int, first: int, blocks: int, rates: tuple[str, ...]
+    tmp_path: Path,
+    container: str,
+    max_bytes: int,
+    first: int,
+    blocks: int,
+    rates: tuple[str, ...],
+    by_projection: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = random_layer(experts=7, rates=rates)
     bounds = TrellisStaging(max_experts=2, max_bytes=max_bytes)
+    if by_projection:
+        monkeypatch.setattr(staging, "LARGE_LINEAR", 1)
+        monkeypatch.setattr(staging, "LEAST_SLOTS", 2)
+        monkeypatch.setattr(plan_module, "_kernel", lambda *_: (0, True))
+        monkeypatch.setattr(plan_module, "LEAST_POLLED_SLOT", 1)
     with opened(tmp_path, made, container) as layer:
         plan = plan_preparation(layer[0], extent=extent_of(384, first, blocks), staging=bounds)
         loads, ring = loads_of(layer, plan), Ring()
         buffers = [np.empty(plan.slot_bytes, dtype=np.uint8) for _ in range(2)]
         assert len(plan.batches) > 3
+        if by_projection and max_bytes > 200_000:
+            assert all(len(load.moves) == 1 for load in loads)
         for number, load in enumerate(loads):
             expected, out = np.empty(load.nbytes, dtype=np.uint8), buffers[number % 2]
             for read in load.reads:

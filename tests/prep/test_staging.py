@@ -132,3 +132,47 @@ def test_slots_for_tables_fit_the_bound(nbytes: int, max_bytes: int) -> None:
 def test_bound_below_an_element_is_insufficient(max_bytes: int) -> None:
     with pytest.raises(PrepValueError, match=rf"{max_bytes} bytes is insufficient: .* at least 16 bytes"):
         plan_slots(100, TrellisStaging(max_bytes=max_bytes))
+
+
+@given(layer=layers(), max_bytes=st.integers(1, 900), max_experts=st.integers(1, 8), slots=st.integers(2, 9))
+def test_batches_of_large_linears_are_of_one_projection(
+    layer: tuple[list[int], list[list[int]]], max_bytes: int, max_experts: int, slots: int
+) -> None:
+    rows, row_bytes = layer
+    largest = max(count * size for sizes in row_bytes for count, size in zip(rows, sizes, strict=True))
+    bounds = TrellisStaging(max_experts=max_experts, max_bytes=max_bytes)
+    if max(sum(count * size for count, size in zip(rows, sizes, strict=True)) for sizes in row_bytes) > max_bytes:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trellis_prep.staging.LARGE_LINEAR", 30)
+        plan = plan_batches(rows, row_bytes, bounds, slots=slots)
+    assert plan.slots * plan.slot_bytes <= max_bytes
+    assert plan.slots <= slots
+    assert plan.slot_bytes == max(batch.nbytes for batch in plan.batches)
+    seen = []
+    for batch in plan.batches:
+        assert batch.end - batch.first <= max_experts
+        parts = [(0, count) for count in rows] if batch.parts is None else batch.parts
+        places = [
+            (expert, projection, row)
+            for projection, (first, end) in enumerate(parts)
+            for expert in range(batch.first, batch.end)
+            for row in range(first, end)
+        ]
+        assert batch.nbytes == sum(row_bytes[expert][projection] for expert, projection, _ in places) > 0
+        if 30 <= largest <= max_bytes // 4:
+            assert len({projection for _, projection, _ in places}) == 1
+        seen += places
+    every = [(e, p, r) for e in range(len(row_bytes)) for p in range(len(rows)) for r in range(rows[p])]
+    assert sorted(seen) == every, "each row once"
+
+
+def test_slots_of_the_1_gb_layer() -> None:
+    rows, row_bytes = [256, 256, 88], [[11264, 11264, 32768]] * 128
+    for mib, slots, linears in ((64, 7, 3), (32, 5, 1), (16, 5, 1), (128, 6, 7)):
+        plan = plan_batches(rows, row_bytes, TrellisStaging(max_bytes=mib << 20), slots=8)
+        assert (plan.slots >= slots, plan.slot_bytes) == (True, linears * 2_883_584)
+        assert all(batch.parts is not None for batch in plan.batches)
+    few = plan_batches(rows, row_bytes, TrellisStaging(max_bytes=10 << 20), slots=8)
+    assert [batch.end - batch.first for batch in few.batches] == [1] * len(few.batches), "parts of one expert"
+    assert few.batches[1].first == 0, "the next part"

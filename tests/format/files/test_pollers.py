@@ -83,6 +83,7 @@ def test_reads_fill_their_buffers_in_any_number_at_a_time(
     monkeypatch.setattr(pollers, "_ENTRIES", entries)
     monkeypatch.setattr(reads, "LONG_BYTES", long)
     monkeypatch.setattr(reads, "LONG_PIECE", 5000)
+    monkeypatch.setattr(reads, "LARGE_PIECE", 5000)
     parts, expected = parts_of(views)
     outs = [np.full(len(expected), 0xA5, dtype=np.uint8) for _ in range(5)]
     with opened(count) as polled:

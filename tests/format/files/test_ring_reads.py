@@ -69,6 +69,7 @@ def test_all_parts_are_those_read_one_by_one(
 ) -> None:
     monkeypatch.setattr(reads, "LONG_BYTES", long)
     monkeypatch.setattr(reads, "LONG_PIECE", 70)
+    monkeypatch.setattr(reads, "LARGE_PIECE", 70)
     views = opened(tmp_path)
     parts, expected = parts_of(views, scattered=scattered)
     before = sum(part.reader.bytes_read for part in parts[::4])

@@ -159,7 +159,7 @@ class SlotRing:
         Raises:
             PrepDeviceError: if a copy failed.
         """
-        if self._first is None and not self._cancelled:
+        if self._first is None and not self._cancelled and not self._free.empty():  # which is cheap to ask
             with contextlib.suppress(queue.Empty):
                 self._first = self._free.get_nowait()
         if self._first is None:

@@ -12,6 +12,12 @@ __all__ = ["SLOTS_PER_READER", "Batch", "BatchPlan", "TrellisStaging", "plan_bat
 MIB = 1 << 20
 SLOTS_PER_READER = 2
 """Slots for each thread that fills them: it fills one while the other is copied."""
+LARGE_LINEAR = 1 << 20
+"""Bytes of a linear from which on a batch may be of one projection."""
+LEAST_SLOTS = 4
+"""Slots that must hold the largest linear each for that."""
+MANY_SLOTS = 6
+"""Slots below which a batch is not made of more linears: some are read into, some are copied out of."""
 _SLOT_GRAIN = 16  # bytes of the largest element that a slot's start must suit
 
 
@@ -46,13 +52,13 @@ class TrellisStaging:
 
 @dataclass(frozen=True)
 class Batch:
-    """What passes through one slot: whole consecutive experts, or a part of one that is larger than a slot.
+    """What passes through one slot: consecutive experts, whole or one projection of them, or a part of one expert.
 
     Attributes:
         first: first expert.
         end: expert past the last.
         nbytes: bytes of the codes.
-        parts: for a part of one expert, the rows of tiles [first, end) of each projection; None for whole experts.
+        parts: the rows of tiles [first, end) of each projection; None for whole experts.
     """
 
     first: int
@@ -88,7 +94,8 @@ def plan_batches(
         row_bytes: `[experts][projections]`, bytes of a row.
         staging: the bounds.
         readers: threads that fill slots.
-        slots: most slots (default: `SLOTS_PER_READER` for each reader).
+        slots: most slots (default: `SLOTS_PER_READER` for each reader); where linears are large, a batch is then of one
+            projection, so that it takes one copy.
 
     Raises:
         PrepValueError: if an expert does not fit the bound ("insufficient"); names the expert, both numbers.
@@ -101,6 +108,8 @@ def plan_batches(
             f"{largest} bytes; give max_bytes of at least {largest} ({2 * largest} for two slots that hold one each)"
         )
     longest = max((max(sizes) for sizes in row_bytes), default=0)
+    if slots is not None and (plan := _plan_projections(rows, row_bytes, staging, slots)) is not None:
+        return plan
     most = SLOTS_PER_READER * readers if slots is None else slots
     slots = next(count for count in range(most, 0, -1) if count == 1 or staging.max_bytes // count >= longest)
     if (whole := staging.max_bytes // max(largest, 1)) > readers:
@@ -124,6 +133,29 @@ def plan_batches(
         batches.append(Batch(first, len(expert_bytes), size))
     most = max((batch.nbytes for batch in batches), default=0)
     return BatchPlan(tuple(batches), min(slots, len(batches)), most)
+
+
+def _plan_projections(
+    rows: Sequence[int], row_bytes: Sequence[Sequence[int]], staging: TrellisStaging, slots: int
+) -> BatchPlan | None:
+    """Batches of linears of one projection, neighbours in the layout; None where linears are small or few fit."""
+    bytes_of = [[count * size for count, size in zip(rows, sizes, strict=True)] for sizes in row_bytes]
+    largest = max((max(each) for each in bytes_of), default=0)
+    if largest < LARGE_LINEAR or staging.max_bytes < LEAST_SLOTS * largest:
+        return None
+    room = max(staging.max_bytes // (MANY_SLOTS * largest), 1) * largest
+    batches: list[Batch] = []
+    for index in range(len(rows)):
+        parts = tuple((0, count if place == index else 0) for place, count in enumerate(rows))
+        first = size = 0
+        for expert, each in enumerate(bytes_of):
+            if expert > first and (size + each[index] > room or expert - first == staging.max_experts):
+                batches.append(Batch(first, expert, size, parts))
+                first, size = expert, 0
+            size += each[index]
+        batches.append(Batch(first, len(bytes_of), size, parts))
+    most = max(batch.nbytes for batch in batches)
+    return BatchPlan(tuple(batches), min(slots, staging.max_bytes // most, len(batches)), most)
 
 
 def _cut(rows: Sequence[int], sizes: Sequence[int], room: int) -> list[tuple[tuple[int, int], ...]]:

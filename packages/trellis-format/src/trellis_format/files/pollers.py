@@ -36,8 +36,13 @@ _IDLE_MS = 2
 _NEED_WAKEUP, _WAKEUP, _GETEVENTS = 1, 1 << 1, 1
 _FEW = 24
 """Completions up to which a loop over them is faster than arrays."""
-_SPINS = 40
-"""Looks without news after which the thread sleeps until there are some, or for a moment."""
+_MANY = 256
+"""Reads up to which a list of their sizes is worth to be made."""
+_SPINS = 4
+"""Looks without news from workers after which the thread sleeps until there are some: to look on takes from those who
+copy."""
+_POLLER_SPINS = 40
+"""The same of pollers, whose news wake nobody, so that the thread sleeps for a moment."""
 _LEAST_NEWS = 4
 _NAP_SECONDS = 100e-6
 _TICKET_BITS = 32
@@ -55,6 +60,7 @@ class Ticket:
     def __init__(self, reads: Reads, number: int) -> None:
         self.reads, self.number = reads, number
         self.left = len(reads.entries)
+        self.sizes = reads.sizes.tolist() if self.left <= _MANY else reads.sizes
         self.short: list[int] = []
 
     @property
@@ -140,14 +146,16 @@ class _Ring:
         found = self._cqes[first : first + count]
         if len(found) < count:
             found = np.concatenate((found, self._cqes[: count - len(found)]))
-        if count <= _FEW:
-            for user, result in zip(found["user_data"].tolist(), found["result"].tolist(), strict=True):
+        users = found["user_data"].astype(np.int64)
+        breaks = [] if count <= _FEW else (np.flatnonzero(np.diff(users) != 1) + 1).tolist()
+        if count <= _FEW or len(breaks) * _FEW > count:  # out of order, as workers are
+            for user, result in zip(users.tolist(), found["result"].tolist(), strict=True):
                 ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
-                if result != ticket.reads.sizes[index]:
+                if result != ticket.sizes[index]:
                     ticket.short.append(index)
                 ticket.left -= 1
         else:
-            _note_many(found, tickets)
+            _note_stretches(users, found["result"], breaks, tickets)
         self._head = (self._head + count) & 0xFFFFFFFF
         self._words[self._cq_head] = self._head
         self.flying -= count
@@ -161,13 +169,14 @@ class _Ring:
         self._close()
 
 
-def _note_many(found: npt.NDArray[np.void], tickets: dict[int, Ticket]) -> None:
-    """Note completions by stretches that ended in the order in which they were written down, as most do."""
-    users = found["user_data"].astype(np.int64)
-    for start, end in pairwise([0, *(np.flatnonzero(np.diff(users) != 1) + 1).tolist(), len(users)]):
+def _note_stretches(
+    users: npt.NDArray[np.int64], results: npt.NDArray[np.int32], breaks: list[int], tickets: dict[int, Ticket]
+) -> None:
+    """Note completions by stretches that ended in the order in which they were written down, as those of pollers do."""
+    for start, end in pairwise([0, *breaks, len(users)]):
         user = int(users[start])
         ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
-        bad = np.flatnonzero(found["result"][start:end] != ticket.reads.sizes[index : index + end - start])
+        bad = np.flatnonzero(results[start:end] != ticket.reads.sizes[index : index + end - start])
         ticket.short += (bad + index).tolist()
         ticket.left -= end - start
 
@@ -203,9 +212,15 @@ class KernelReads:
         ticket = Ticket(reads, self._numbers)
         if ticket.left:
             self._tickets[ticket.number] = ticket
-            reads.entries["user_data"] = np.arange(ticket.left) + (ticket.number << _TICKET_BITS)
-            self._waiting.append((ticket, 0))
-            self._feed()
+            first = ticket.number << _TICKET_BITS
+            reads.entries["user_data"] = np.arange(first, first + ticket.left)
+            only = self._rings[0]
+            if len(self._rings) == 1 and not self._waiting and only.room >= ticket.left:
+                only.push(reads.entries)
+                only.commit()
+            else:
+                self._waiting.append((ticket, 0))
+                self._feed()
         return ticket
 
     def look(self) -> bool:
@@ -225,7 +240,7 @@ class KernelReads:
         for ring in self._rings:
             ring.wake()
         self._looks += 1
-        if self._looks < _SPINS:
+        if self._looks < (_POLLER_SPINS if self._rings[0].polled else _SPINS):
             os.sched_yield()  # others want the interpreter's lock and the core
         else:
             next((ring for ring in self._rings if ring.flying), self._rings[0]).rest(_LEAST_NEWS)
