@@ -60,6 +60,16 @@ def test_the_command_is_told_without_paths(tmp_path: Path) -> None:
     assert receipt.dirty
 
 
+def test_parts_can_be_left_out(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--without", "compare", "op", "prepare", part="all") == 0
+    receipt = load(tmp_path / "all.json")
+    assert receipt.command.endswith("--device cpu --without compare op prepare")
+    assert counts(tmp_path / "all.json") == [1]
+    assert all(isinstance(row.case, LayerCase) for row in receipt.rows)
+    with pytest.raises(SystemExit):
+        bench(tmp_path, "--without", "all", part="all")
+
+
 def test_token_counts_can_be_chosen(tmp_path: Path) -> None:
     assert bench(tmp_path, "--tokens", "2", "1") == 0
     assert counts(tmp_path / "layer.json") == [2, 1]

@@ -57,6 +57,11 @@ def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
         one.add_argument(
             "--asked", action="store_true", help="only what figures were asked for, not what surrounds them"
         )
+        if name == "all":
+            one.add_argument(
+                "--without", nargs="+", default=(), choices=_MEASURING.keys() - {"all"}, metavar="PART",
+                help="parts to leave out: layer, op, prepare, ceiling, compare",
+            )  # fmt: skip
         if name in ("layer", "compare", "all"):
             one.add_argument(
                 "--preset", nargs="+", metavar="MODEL[:CODEBOOK:K]", help="only these layers (default: all presets)"
@@ -80,7 +85,7 @@ def add_parser(commands: Any, tell: Callable[[str], None]) -> None:
 def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]) -> int:
     from trellis_moe.bench.machine import find_commit
     from trellis_moe.bench.record import Recorder
-    from trellis_moe.bench.suite import PARTS, run
+    from trellis_moe.bench.suite import run
     from trellis_moe.commands.layer import choose_device
     from trellis_moe.receipts.store import write
 
@@ -109,7 +114,7 @@ def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]
 
     try:
         with _termination_interrupts():
-            run(recorder, suite, PARTS if name == "all" else (name,), jobs=options.jobs, keep=keep)
+            run(recorder, suite, _parts(name, options), jobs=options.jobs, keep=keep)
     except KeyboardInterrupt:
         interrupted = True  # what was measured is kept
         recorder.skip("the rest", "interrupted")
@@ -122,17 +127,23 @@ def _measure(options: argparse.Namespace, name: str, tell: Callable[[str], None]
 
 def _precompile(options: argparse.Namespace, name: str, tell: Callable[[str], None]) -> int:
     from trellis_kernels.layers import DeviceLimits, device_limits
-    from trellis_moe.bench.suite import PARTS, precompile
+    from trellis_moe.bench.suite import precompile
 
     limits = DeviceLimits(options.arch, _MULTIPROCESSORS) if options.arch else device_limits("cuda")
     if limits is None:
         raise MoeValueError(
             "--compile-only: no CUDA device is visible that kernels are made for; say --arch, as sm_90a"
         )
-    parts = PARTS if name == "all" else (name,)
-    count = precompile(_suite(options, "cuda"), frozenset(parts), limits, jobs=options.jobs)
+    parts = frozenset(_parts(name, options))
+    count = precompile(_suite(options, "cuda"), parts, limits, jobs=options.jobs)
     tell(f"{count} kernels are ready")
     return 0
+
+
+def _parts(name: str, options: argparse.Namespace) -> tuple[str, ...]:
+    from trellis_moe.bench.suite import PARTS
+
+    return tuple(part for part in PARTS if part not in options.without) if name == "all" else (name,)
 
 
 @contextmanager
@@ -193,7 +204,7 @@ def _command(name: str, options: argparse.Namespace) -> str:
     words += ["--seconds", f"{options.seconds:g}"] if options.seconds != _SECONDS else []
     words += ["--device", options.device] if options.device else []
     words += ["--asked"] if options.asked else []
-    for option in ("preset", "tokens"):
+    for option in ("without", "preset", "tokens"):
         values = getattr(options, option, None)
         words += [f"--{option}", *map(str, values)] if values else []
     return shlex.join(words)
