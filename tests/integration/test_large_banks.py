@@ -100,10 +100,11 @@ def check(bank: Bank, chosen: list[int], tokens: tuple[int, ...], device: str) -
 
 
 def around(bank: Bank, words: int) -> list[int]:
-    """The expert that holds a word, and the next."""
-    firsts = bank.experts.layout.offsets[:, 0]
-    at = int(np.searchsorted(firsts, words, side="right")) - 1
-    return [at, at + 1]
+    """The experts of the linear that holds a word, and of the next one in memory."""
+    firsts = bank.experts.layout.offsets
+    order = np.argsort(firsts, axis=None)
+    at = int(np.searchsorted(firsts.ravel()[order], words, side="right")) - 1
+    return [int(index) // firsts.shape[1] for index in order[at : at + 2]]
 
 
 @pytest.mark.parametrize("rates", [("2", "3.5"), RATES])
@@ -115,6 +116,16 @@ def test_a_bank_on_its_device_is_what_preparation_makes(rates: tuple[str, ...]) 
     for name, tensor in prepared.tensors.items():
         assert bits(tensor) == bits(bank.experts.tensors[name]), name
     assert check(bank, [6, 0, 3], (1, 9), "cpu") == {"op_by_op"}
+
+
+def test_the_experts_around_a_word_are_those_whose_linears_meet_there() -> None:
+    bank = make_bank(7, 128, 256, RATES, "cpu")
+    firsts = bank.experts.layout.offsets
+    for expert, index in ((0, 0), (3, 1), (5, 2)):
+        word = int(firsts[expert, index])
+        assert around(bank, word) == around(bank, word + 1) == [expert, expert + 1]
+    assert around(bank, int(firsts[1, 2]) - 1) == [0, 1]
+    assert around(bank, int(firsts[0, 1]) - 1) == [6, 0]  # the last gate, then the first up
 
 
 @pytest.mark.gpu

@@ -250,7 +250,7 @@ def test_gpu_a_capture_with_a_cold_kernel_is_refused_and_leaves_the_device_sound
     plan, experts = prepared(layer, "cuda")
     binding, routes = bind(plan, experts), make_routes(layer, TOKENS, TOP_K)
     expected = bits(launch(binding, routes))
-    x, scales = torch.zeros(4, 512, dtype=torch.bfloat16, device="cuda"), torch.ones(512, device="cuda").half()
+    x, scales = torch.zeros(4, 512, dtype=torch.bfloat16, device="cuda"), torch.ones(1, 512, device="cuda").half()
     out = torch.empty(4, 512, dtype=torch.float16, device="cuda")
     known = dict(compiler._ready)
     compiler._ready.clear()

@@ -135,7 +135,7 @@ def test_a_run_waits_for_other_streams_alone_and_never_across_a_capture(monkeypa
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlapping", [False, True], ids=["same bytes", "some bytes"])
 def test_gpu_a_run_on_another_stream_waits_for_the_last_one(layer: Layer, overlapping: bool) -> None:
-    """Both streams wait at a gate, from which their runs would begin at once."""
+    """One stream is held up before its run; a run that did not wait for it would end before it begins."""
     plan = make_plan(layer, tokens=300, device="cuda")
     experts = prepare_weights(plan.weights, layer.weights, device="cuda")
     nbytes = plan.required_nbytes()
@@ -145,15 +145,16 @@ def test_gpu_a_run_on_another_stream_waits_for_the_last_one(layer: Layer, overla
     given = [[t.cuda() for t in vars(make_routes(layer, 300, 3, seed=seed)).values()] for seed in (1, 2)]
     expected = [bindings[0].run(*each, out=torch.empty(300, 256, device="cuda")).clone() for each in given]
     outs = [torch.full((300, 256), float("nan"), device="cuda") for _ in given]
-    gate, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in given]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(gate):
-        torch.cuda._sleep(10_000_000)
-    for stream in streams:
-        stream.wait_stream(gate)
-    for _ in range(4):
-        for binding, stream, each, out in zip(bindings, streams, given, outs, strict=True):
-            with torch.cuda.stream(stream):
-                binding.run(*each, out=out)
-    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in given]
+    for first in (0, 1):
+        ends = [torch.cuda.Event(enable_timing=True) for _ in given]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[first]):
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+        for index in (first, 1 - first):
+            with torch.cuda.stream(streams[index]):
+                bindings[index].run(*given[index], out=outs[index])
+                ends[index].record()
+        torch.cuda.synchronize()
+        assert ends[first].elapsed_time(ends[1 - first]) > 0
     assert [bits(out) for out in outs] == [bits(each) for each in expected]
