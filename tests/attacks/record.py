@@ -38,7 +38,7 @@ _TAIL = """
 The relative L2 of each token from float64 on the exact codes is at most
 
     b c                                  where one op runs after the other, and so on a CPU
-    max(b, e + (b c + s / r) / 10)       on the fused paths of a GPU
+    max(b, e + (b c + s / r) / 4)        on the fused paths of a GPU
 
 - b is 1e-3, with bfloat16 inputs 4e-3.
 - c is 1, but where the law between the GEMMs makes more than 4 times as much of a relative error in gate and up, it is
@@ -48,8 +48,9 @@ The relative L2 of each token from float64 on the exact codes is at most
   go to the nearest float16, subnormals too. Where operands lie next to a limit or have few steps, e is above b; there
   it is what an H200 was measured to lose, to four parts in a thousand, so that sums in float32, their order and decoded
   weights add nothing that shows.
-- The last term is for roundings of values so near a tie that a float32 sum takes them to its other side: s is 3e-8,
-  half of float16's smallest step, and r the smallest root mean square of what is rounded. Where s / r is above 10,
+- The last term is for values so near a tie that a float32 sum takes them to its other side: one of 256, 4 times the
+  size of its row, moves by 2^-10 of itself, which is 2.4e-4 of the row, and the law makes it c times as much. s is
+  3e-8, half of float16's smallest step, and r the smallest root mean square of what is rounded. Where s / r is above 4,
   nothing is left of a token, and the budget says nothing of it.
 - A token whose operands leave float16 (65504) on a fused path may be not finite, and nothing else; other tokens keep
   their bits. Finite and outside the budget is silent, and fails.

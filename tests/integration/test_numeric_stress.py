@@ -25,7 +25,7 @@ LARGEST = 65504.0
 STEP_LOSS = (
     3e-8  # of an operand, over its root mean square: half of float16's smallest step, with room for a sum's growth
 )
-TIES = 0.1  # part of what roundings may cost that operands cost which a float32 sum takes to their other side
+TIES = 0.25  # of the budget: one rounding of 256 goes the other way, 2^-10 of an operand 4 times its row's size
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 384, 4, 2
 
 _Double = npt.NDArray[np.float64]
@@ -317,7 +317,7 @@ def test_roundings_explain_what_a_gpu_loses(
     wanted, met = truth(layer, part), operands(layer, part)
     assert errors(rounded(layer, part), wanted).item() == pytest.approx(measured, rel=5e-3)
     bound = budget(layer, part, wanted, met, True).item()
-    assert measured < bound < 1.2 * measured
+    assert measured < bound < 1.3 * measured
 
 
 def test_the_budget_sees_subnormals_that_are_flushed_and_roundings_that_cut() -> None:
