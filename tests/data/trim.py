@@ -23,8 +23,10 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 WHOLE = "tiny_3_mul1"
-LARGE = ".layer1.m40."
-"""Cases of the whole checkpoint that are left out: layer 0 has the same batch."""
+LARGE = (".layer1.m40.", ".layer1.m8.")
+"""Cases of the whole checkpoint that are left out: layer 0 has the same batches."""
+LEFT_OUT = ("linear.mul1.k5.", "linear.mul1.k2.256x128.")
+"""Linears that are left out: others have their codebook, and their rates are among the random tiles."""
 TILE_ROWS = 1
 """Rows of tiles that are kept of each random matrix, of 8: tiles are decoded alone."""
 TOKENS = 8
@@ -47,7 +49,7 @@ class Cut:
 CUTS = (
     Cut("mixtral_3.3_mul1", (0,), 2),
     Cut("gptoss_3_mcg", (0,), 2),
-    Cut("dsv3_3_mcg", (1,), 3, also=r"model\.layers\.1\.mlp\.shared_experts\."),
+    Cut("dsv3_3_mcg", (1,), 2, also=r"model\.layers\.1\.mlp\.shared_experts\."),
 )
 STORAGE = "quantization_config.json"
 ROUTER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.gate|mlp\.router|block_sparse_moe\.gate)\.\w+")
@@ -73,7 +75,7 @@ def main() -> None:
     kept_moe = {
         name: array[:TOKENS] if ".layer" in name else array
         for name, array in moe.items()
-        if name.startswith(f"{WHOLE}.") and LARGE not in name
+        if name.startswith(f"{WHOLE}.") and not any(case in name for case in LARGE)
     }
     kept_arch: Arrays = {}
     for cut in CUTS:
@@ -94,7 +96,7 @@ def trim_linear(source: Path, out: Path) -> None:
     hashes, kept = {}, {}
     for name, array in arrays.items():
         if name.startswith("linear."):
-            if not name.endswith((".weight", ".weight_q")):
+            if not name.endswith((".weight", ".weight_q")) and not name.startswith(LEFT_OUT):
                 kept[name] = array
         elif name.startswith("states.") and name.endswith(".trellis"):  # the same tiles as inner.mul1's
             if not np.array_equal(array, arrays[f"inner.mul1{name.removeprefix('states')}"]):
