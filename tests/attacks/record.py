@@ -45,9 +45,9 @@ The relative L2 of each token from float64 on the exact codes is at most
   that factor: a limit hides the size of its argument and keeps the argument's error. `silu` limited to 0.75 reaches 200
   on inputs of 65504, unlimited laws stay below 4. Op by op, rows go to float16 by powers of two of their own.
 - e is what three roundings lose where all else is float64: rotated inputs, the rotated activation and outputs of routes
-  go to the nearest float16, subnormals too. Where operands lie next to a limit or have few steps, e is above b; there
-  it is what an H200 was measured to lose, to four parts in a thousand, so that sums in float32, their order and decoded
-  weights add nothing that shows.
+  go to the nearest float16, subnormals too. Where operands lie next to a limit or have few steps, e may be above b. For
+  nine such tokens it is what an H200 was measured to lose, to four parts in a thousand: float32 sums, their order and
+  decoded weights add nothing that shows.
 - The last term is for values so near a tie that a float32 sum takes them to its other side: one of 256, 4 times the
   size of its row, moves by 2^-10 of itself, which is 2.4e-4 of the row, and the law makes it c times as much. s is
   3e-8, half of float16's smallest step, and r the smallest root mean square of what is rounded. Where s / r is above 4,
