@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -84,6 +85,17 @@ def test_versions_and_device_are_named() -> None:
     lines = environment_lines(CPU)
     assert f"torch {torch.__version__}" in lines[0]
     assert lines[1] == "cpu"
+
+
+def test_the_environment_is_told_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", find_nothing)
+    monkeypatch.setattr(selfcheck, "version", find_nothing)
+    line = environment_lines(CPU)[0]
+    assert line.startswith("trellis-kernels ")
+    assert line.endswith("nvidia-cutlass-dsl not installed")
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from trellis_format.codebooks import CODEBOOKS
 from trellis_format.hadamard import hadamard
 from trellis_format.rates import Rate
 from trellis_format.tiles import decode_inner
+from trellis_format.version import version as own_version
 from trellis_kernels.bank import CodeBank
 from trellis_kernels.errors import KernelUnsupportedError
 from trellis_kernels.ops import BACKENDS, OPS, implementation
@@ -83,7 +84,7 @@ def environment_lines(device: torch.device) -> list[str]:
         dsl = version("nvidia-cutlass-dsl")
     except PackageNotFoundError:
         dsl = "not installed"
-    own = f"trellis-kernels {version('trellis-kernels')}"
+    own = f"trellis-kernels {own_version()}"
     lines = [f"{own}, Python {python_version()}, torch {torch.__version__}, nvidia-cutlass-dsl {dsl}"]
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

@@ -25,6 +25,7 @@ from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, fini
 from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, FEEDER_WARPS, ROW_UNIT, PrefillGemmKey
 from trellis_kernels.cute.prefill_loop import (
     CONSUMER_WARPS,
+    EMPTY_ARRIVALS,
     FULL_ARRIVALS,
     accumulate,
     accumulate_halves,
@@ -122,7 +123,7 @@ def _gemm_kernel(
     if thread == 0:
         for stage in cutlass.range_constexpr(stages):
             cute.arch.mbarrier_init(barriers + stage, FULL_ARRIVALS)
-            cute.arch.mbarrier_init(barriers + (stages + stage), CONSUMER_WARPS)
+            cute.arch.mbarrier_init(barriers + (stages + stage), EMPTY_ARRIVALS)
         for buffer in cutlass.range_constexpr(2):
             cute.arch.mbarrier_init(info_barriers + buffer, 1)
             cute.arch.mbarrier_init(info_barriers + (2 + buffer), CONSUMER_WARPS)

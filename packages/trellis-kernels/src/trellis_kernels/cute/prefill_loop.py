@@ -38,6 +38,7 @@ from trellis_kernels.cute.window import LANES, cut_windows
 
 __all__ = [
     "CONSUMER_WARPS",
+    "EMPTY_ARRIVALS",
     "FULL_ARRIVALS",
     "accumulate",
     "accumulate_halves",
@@ -48,7 +49,9 @@ __all__ = [
 ]
 
 CONSUMER_WARPS = 8
-"""Warps of both warpgroups; each arrives once at a stage's barrier when it has done with it."""
+"""Warps of both warpgroups."""
+EMPTY_ARRIVALS = CONSUMER_WARPS * LANES
+"""Arrivals that give a stage back: every lane's, since each has read codes of it; racecheck sees no order in a warp."""
 FULL_ARRIVALS = LANES + 1
 """Arrivals that fill a stage: those of a warp's copies of codes, and that of the rows."""
 _FRAGMENTS = 4
@@ -162,7 +165,6 @@ def accumulate(
     """
     share = column_share(Rate(half_bits))
     stages = key.stages
-    first_arrival = Boolean(lane == 0)
     own = lane if key.by_products else None
     stage = position % stages
     phase = (position // stages) & 1
@@ -192,8 +194,8 @@ def accumulate(
                     r_even, s_column + stage * key.code_stage_bytes, before, s_law, share, group, own, key.codebook
                 )
             cute.nvgpu.warpgroup.wait_group(0)
-            cute.arch.sync_warp()  # one lane speaks for all that read the codes
-            wgmma.arrive((barriers + (stages + previous)).toint(), first_arrival)
+            cute.arch.sync_warp()
+            wgmma.arrive((barriers + (stages + previous)).toint())
     _pin_sums(r_sums, columns)
 
 
@@ -219,7 +221,6 @@ def accumulate_halves(
     """
     share = column_share(Rate(half_bits))
     stages = key.stages
-    first_arrival = Boolean(lane == 0)
     own = lane if key.by_products else None
     stage = position % stages
     phase = (position // stages) & 1
@@ -247,8 +248,8 @@ def accumulate_halves(
             _keep_words(r_words, load_words(s_column + stage * key.code_stage_bytes, before, share, group))
             _decode_half(r_first, r_words, 0, s_law, share, own, key.codebook)
         cute.nvgpu.warpgroup.wait_group(0)
-        cute.arch.sync_warp()  # one lane speaks for all that read the codes
-        wgmma.arrive((barriers + (stages + previous)).toint(), first_arrival)
+        cute.arch.sync_warp()
+        wgmma.arrive((barriers + (stages + previous)).toint())
     _pin_sums(r_sums, columns)
 
 

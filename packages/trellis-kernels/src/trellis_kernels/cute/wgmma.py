@@ -168,8 +168,8 @@ def store_where(s_target: Int32, values: list[Int32], predicate: Boolean) -> Non
     )
 
 
-def arrive(s_barrier: Int32, predicate: Boolean) -> None:
-    """One arrival on a barrier where the predicate holds."""
+def arrive(s_barrier: Int32, predicate: Boolean | None = None) -> None:
+    """One arrival on a barrier of every lane, or of those where a predicate holds."""
     cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[s_barrier], predicate=predicate)
 
 
