@@ -25,8 +25,8 @@ from safetensors.numpy import load_file, save_file
 WHOLE = "tiny_3_mul1"
 LARGE = (".layer1.m40.", ".layer1.m8.")
 """Cases of the whole checkpoint that are left out: layer 0 has the same batches."""
-LEFT_OUT = ("linear.mul1.k5.", "linear.mul1.k2.256x128.")
-"""Linears that are left out: others have their codebook, and their rates are among the random tiles."""
+LEFT_OUT = ("linear.mul1.k5.", "linear.mul1.k2.256x128.", "linear.mcg.")
+"""Linears that are left out: others or layers have their codebook, and their rates are among the random tiles."""
 TILE_ROWS = 1
 """Rows of tiles that are kept of each random matrix, of 8: tiles are decoded alone."""
 TOKENS = 8
