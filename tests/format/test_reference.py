@@ -146,6 +146,16 @@ def test_ids_outside_the_experts_are_no_experts(tmp_path: Path) -> None:
     assert not moe_forward(source, weights, x, np.full((3, 2), -1), shares).any()
 
 
+def test_rows_follow_their_tokens_and_grow_with_their_shares(tmp_path: Path) -> None:
+    source, weights, _ = layer(tmp_path)
+    x, ids, shares = routes(5)
+    whole = moe_forward(source, weights, x, ids, shares)
+    order = np.array([3, 0, 4, 1, 2])
+    assert distance(moe_forward(source, weights, x[order], ids[order], shares[order]), whole[order]) < 1e-14
+    assert distance(moe_forward(source, weights, x, ids[:, ::-1], shares[:, ::-1]), whole) < 1e-14
+    assert distance(moe_forward(source, weights, x, ids, 4 * shares), 4 * whole) < 1e-14
+
+
 def test_no_tokens_give_no_rows(tmp_path: Path) -> None:
     source, weights, _ = layer(tmp_path)
     assert moe_forward(source, weights, *routes(0)).shape == (0, 256)

@@ -209,7 +209,7 @@ def inputs(layer: Layer, **changes: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], type[MoeError], tuple[str, ...]]] = [
     ({"x": torch.zeros(4, 200)}, MoeTypeError, ("x must be torch.float16", "torch.float32")),
     ({"x": [[0.0]]}, MoeTypeError, ("x must be a Tensor", "list")),
-    ({"x": torch.zeros((), dtype=torch.float16)}, MoeValueError, ("x must be [0, 200]", "got []")),
+    ({"x": torch.zeros((), dtype=torch.float16)}, MoeValueError, ("x must have two axes, [tokens, 200]", "got []")),
     ({"x": torch.zeros(4, 256, dtype=torch.float16)}, MoeValueError, ("x must be [4, 200]", "got [4, 256]")),
     ({"x": torch.zeros(200, 4, dtype=torch.float16).T}, MoeValueError, ("x must be contiguous", "(1, 4)")),
     ({"x": torch.zeros(4, 200, dtype=torch.float16, device="meta")}, MoeTypeError, ("x must be on cpu", "meta")),
