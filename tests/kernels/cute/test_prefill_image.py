@@ -42,7 +42,7 @@ def place_rows(warp: NumpyThreads, rows: torch.Tensor, dtype: str) -> None:
 
 def image_of_unit(warp: NumpyThreads, values: list[np.ndarray], rows: int) -> np.ndarray:
     """Stage values and write them out, as `[2, 16, 64] float16`."""
-    prefill_image._stage_image(values, 0, warp.lane)
+    prefill_image._stage_image(prefill_image._pieces(values), 0, warp.lane)
     prefill_image._write_image(0, 0, ROWS * 128, rows, warp.lane)
     return rows_in_order(warp.out, 2, ROWS)
 

@@ -6,12 +6,15 @@ An image is what the many-row GEMM copies to shared memory as it lies: for each 
 rows, 128 bytes a row, its channels in the order of `prefill_share.channel_order` and its 16-byte pieces in the swizzle
 of `wgmma`.  Rows of one expert follow each other, so a tile of any block of rows is contiguous, and one copy moves it.
 
-A warp takes units of 16 rows by 128 channels, a block of the rotation, for one image.  Rows are gathered into its own
-shared memory by asynchronous copies, one unit ahead; lanes r and r + 16 then have a row, a panel each, so that six
-butterflies are register additions and the last one is an exchange, and the result goes back to that memory in the
-image's order, from where it is written in whole lines.  Nothing else is exchanged but through shared memory, which has
-no bank conflict.  A whole row a lane would spare the exchange, but registers leave half as many warps, and those do not
-hide what they wait for.
+A warp takes units of 16 rows by 128 channels, a block of the rotation.  Rows are gathered into its own shared memory by
+asynchronous copies, one unit ahead; lanes r and r + 16 then have a row, a panel each, so that six butterflies are
+register additions and the last one is an exchange, and the result goes back to that memory in the image's order, from
+where it is written in whole lines.  Nothing else is exchanged but through shared memory, which has no bank conflict.  A
+whole row a lane would spare the exchange, but registers leave half as many warps, and those do not hide what they wait
+for.
+
+One gather serves both images: the kernel is bound by what the L2 moves.  While the rounded values of one wait in
+registers for their way out, each lane reads its row for the other, and only then does the image take the rows' place.
 """
 
 from __future__ import annotations
@@ -52,13 +55,14 @@ def row_pitch(dtype: str) -> int:
 def warps(key: PrefillImageKey) -> tuple[int, int]:
     """Warps of a thread block, and thread blocks on an SM, that shared memory suffices for."""
     if key.arch == GEMM_ARCH:
-        return (6 if key.in_dtype == "float32" else 10), 2
+        one_less = int(key.images == 2)  # whose scales take the shared memory
+        return (6 if key.in_dtype == "float32" else 10) - one_less, 2
     return 8 if key.in_dtype != "float32" else 4, 1
 
 
 def warp_bytes(key: PrefillImageKey) -> int:
-    """Shared memory of a warp: rows and scales of two units, and the factors of one."""
-    group = _BUFFERS * _SCALE_BYTES + _FACTOR_BYTES if key.images else 0
+    """Shared memory of a warp: rows and scales of two units, and the factors of one image of one."""
+    group = _BUFFERS * key.images * _SCALE_BYTES + _FACTOR_BYTES if key.images else 0
     return _BUFFERS * _ROWS * row_pitch(key.in_dtype) + _GROUPS * group
 
 
@@ -140,15 +144,22 @@ def _rotated(values: list[Float32], s_factors: Int32, lane: Int32) -> list[Float
     return [gpu.fma(value, sign, gpu.lane_swap(value, _ROWS)) for value in values]
 
 
-def _stage_image(values: list[Float32], s_image: Int32, lane: Int32) -> None:
-    """Write a lane's panel of a row, rounded to fp16, to its pieces of a unit's image in shared memory."""
-    row, panel = lane & (_ROWS - 1), lane // _ROWS
-    swizzle = row & (ROW_GROUP - 1)
-    s_row = s_image + panel * _PANEL_BYTES + row * PANEL_ROW_BYTES
+def _pieces(values: list[Float32]) -> list[list[Uint32]]:
+    """A lane's panel of a row, rounded to fp16, as its pieces."""
+    pieces = []
     for piece in range(PIECES):
         i, z = divmod(piece, 2)
         firsts = [16 * t + 8 * z + 2 * i for t in range(4)]
-        words = [gpu.pack_halves(values[first], values[first + 1]) for first in firsts]
+        pieces.append([gpu.pack_halves(values[first], values[first + 1]) for first in firsts])
+    return pieces
+
+
+def _stage_image(pieces: list[list[Uint32]], s_image: Int32, lane: Int32) -> None:
+    """Write a lane's pieces to a unit's image in shared memory."""
+    row, panel = lane & (_ROWS - 1), lane // _ROWS
+    swizzle = row & (ROW_GROUP - 1)
+    s_row = s_image + panel * _PANEL_BYTES + row * PANEL_ROW_BYTES
+    for piece, words in enumerate(pieces):
         gpu.store_shared_words(s_row + (piece ^ swizzle) * PIECE_BYTES, words)
 
 
@@ -197,13 +208,12 @@ def _image_kernel(
     )
     s_warp = s_all.toint() + warp * warp_bytes(key)
     row_bytes = _ROWS * row_pitch(dtype)
-    scale_bytes = _GROUPS * _SCALE_BYTES
+    image_scale_bytes = _GROUPS * _SCALE_BYTES
+    scale_bytes = key.images * image_scale_bytes
     s_scales = s_warp + _BUFFERS * row_bytes
     s_factors = s_scales + _BUFFERS * scale_bytes
-    images = max(key.images, 1)
     end = cutlass.min(gpu.load_ints(packed_count, 1)[0], first_slot + slots) - first_slot
-    blocks = channels // HADAMARD_BLOCK
-    row_units = blocks * images
+    row_units = channels // HADAMARD_BLOCK
     units = (cutlass.max(end, 0) + (_ROWS - 1)) // _ROWS * row_units
     stride = thread_blocks * block_warps
     first_unit = thread_block * block_warps + warp
@@ -228,11 +238,11 @@ def _image_kernel(
         r_now[1] = r_next[1]
         if first_unit + (turn + 1) * stride < units:
             buffer = (turn + 1) & 1
-            channel = r_next[1] // images * HADAMARD_BLOCK
+            channel = r_next[1] * HADAMARD_BLOCK
             _copy_rows(s_warp + buffer * row_bytes, x, r_next[2], x_pitch, channel, width, lane, dtype)
-            if cutlass.const_expr(key.images):
-                scales = last_scales if r_next[1] % images else first_scales
-                _copy_scales(s_scales + buffer * scale_bytes, scales, r_next[3], scale_pitch, channel, lane)
+            for image in cutlass.range_constexpr(key.images):
+                s_target = s_scales + buffer * scale_bytes + image * image_scale_bytes
+                _copy_scales(s_target, (first_scales, last_scales)[image], r_next[3], scale_pitch, channel, lane)
             over = r_next[1] + step_inside
             carries = Int32(over >= row_units)
             r_next[0] = r_next[0] + step_rows + carries
@@ -249,20 +259,25 @@ def _image_kernel(
             cute.arch.sync_warp()
             buffer = turn & 1
             s_unit = s_warp + buffer * row_bytes
-            values = _values(_load_row(s_unit + _lane_bytes(lane, dtype), dtype), dtype)
-            if cutlass.const_expr(key.images):
-                _widen_scales(s_scales + buffer * scale_bytes, s_factors, lane)
-            cute.arch.sync_warp()  # every row is in registers, so that the image may lie where the rows did
-            if cutlass.const_expr(key.images):
-                values = _rotated(values, s_factors + _factor_bytes(lane), lane)
-            _stage_image(values, s_unit, lane)
-            cute.arch.sync_warp()
             row = row_unit * _ROWS
             panel_bytes = Int64(image_rows) * PANEL_ROW_BYTES
-            image = last_image if inside % images else first_image
-            g_image = image + Int64(inside // images * _PANELS) * panel_bytes + Int64(row) * PANEL_ROW_BYTES
-            _write_image(s_unit, g_image, panel_bytes, slots - row, lane)
-            cute.arch.sync_warp()
+            offset = Int64(inside * _PANELS) * panel_bytes + Int64(row) * PANEL_ROW_BYTES
+            s_row = s_unit + _lane_bytes(lane, dtype)
+            words = _load_row(s_row, dtype)
+            for image in cutlass.range_constexpr(max(key.images, 1)):
+                values = _values(words, dtype)
+                if cutlass.const_expr(key.images):
+                    _widen_scales(s_scales + buffer * scale_bytes + image * image_scale_bytes, s_factors, lane)
+                    cute.arch.sync_warp()
+                    values = _rotated(values, s_factors + _factor_bytes(lane), lane)
+                pieces = _pieces(values)
+                if cutlass.const_expr(image + 1 < key.images):
+                    words = _load_row(s_row, dtype)
+                cute.arch.sync_warp()  # every row is in registers, so that the image may lie where the rows did
+                _stage_image(pieces, s_unit, lane)
+                cute.arch.sync_warp()
+                _write_image(s_unit, (first_image, last_image)[image] + offset, panel_bytes, slots - row, lane)
+                cute.arch.sync_warp()
 
 
 def _find(
