@@ -33,9 +33,9 @@ from trellis_kernels.cute.prefill_key import (
     GemmKey,
     PrefillImageKey,
     PrefillReduceKey,
+    PrefillScheduleKey,
     block_capacity,
     engine_for,
-    schedule_key,
 )
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_CHANNELS, ROW_GROUP
 from trellis_kernels.errors import KernelValueError
@@ -143,13 +143,14 @@ def make_blocks(
         The blocks, which hold `entries` and `count`.
     """
     experts = banks[0].num_experts
-    most = block_capacity(window.slots, experts, ENGINES[engine].block_rows)
+    block_rows = ENGINES[engine].block_rows
+    most = block_capacity(window.slots, experts, block_rows)
     if entries.shape[0] < most:
         raise KernelValueError(
             f"{window.slots} slots of {experts} experts need {most} row blocks, got {entries.shape[0]}"
         )
     _launch(
-        schedule_key(_arch(entries.device), ENGINES[engine]),
+        PrefillScheduleKey(_arch(entries.device), block_rows),
         entries.device,
         routes.expert_counts.data_ptr(),
         routes.expert_offsets.data_ptr(),

@@ -22,7 +22,7 @@ from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import wgmma
 from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, keep_gate
-from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, FEEDER_WARPS, PrefillGemmKey
+from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, FEEDER_WARPS, ROW_UNIT, PrefillGemmKey
 from trellis_kernels.cute.prefill_loop import (
     CONSUMER_WARPS,
     EMPTY_ARRIVALS,
@@ -61,22 +61,15 @@ def _accumulate_block(
 ):
     """Multiply a row block by one linear, with the fewest columns that hold its rows."""
     offset, before = lane_column(column_share(Rate(half_bits)), group, group_warp, lane)
-    units = (rows + (key.row_unit - 1)) // key.row_unit
+    units = (rows + (ROW_UNIT - 1)) // ROW_UNIT
     if cutlass.const_expr(not key.overwrites):
         r_sums.fill(0.0)
-    for index in cutlass.range_constexpr(len(key.widths)):
-        if _has_width(units, index, key):
+    for count in cutlass.range_constexpr(1, key.block_rows // ROW_UNIT + 1):
+        if units == count:
             (accumulate_halves if key.halves else accumulate)(
                 r_sums, barriers, s_rows, s_codes + offset, s_law, before, group, position, steps, lane, half_bits,
-                key.widths[index], key,
+                count * ROW_UNIT, key,
             )  # fmt: skip
-
-
-def _has_width(units: Int32, index: int, key: PrefillGemmKey) -> cutlass.Boolean:
-    """Whether a block of that many units takes the products of width `index`."""
-    most = key.widths[index] // key.row_unit
-    fewer = key.widths[index - 1] // key.row_unit if index else 0
-    return units == most if most - fewer == 1 else (units > fewer) & (units <= most)
 
 
 @cute.kernel

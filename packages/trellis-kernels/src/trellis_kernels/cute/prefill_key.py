@@ -55,7 +55,6 @@ __all__ = [
     "image_nbytes",
     "info_table",
     "prefill_keys",
-    "schedule_key",
 ]
 
 TABLE_BYTES = {LutE4M3.name: 8192, LutFp16.name: 512}
@@ -63,7 +62,7 @@ TABLE_BYTES = {LutE4M3.name: 8192, LutFp16.name: 512}
 BLOCK_ROWS_MOST = 256
 """Token rows of a block: the columns of one `wgmma`."""
 ROW_UNIT = 32
-"""Rows whose sums are staged at once; blocks are cut at multiples of it, or of half of it."""
+"""Rows in which blocks are cut; the product of a block is that many columns wide at a time."""
 FEEDER_WARPS = 4
 """Warps beside those that multiply, of which `PrefillGemmKey.feeders` fill stages; registers are handed over between
 whole warpgroups."""
@@ -89,7 +88,6 @@ _ALIGNMENT = 1024  # of a row tile, the period of its swizzle
 _BARRIER_BYTES = 16  # of a stage: full and empty
 _SUM_PITCH = BLOCK_CHANNELS + 4
 _LINEARS = 2
-_FEW_COLUMNS = 96
 
 INFO_HEADER_BYTES = 128
 """Bytes of a tile's place: expert, first slot, rows, first row of the image, block of output channels."""
@@ -147,8 +145,6 @@ class _GemmKey(KernelKey):
 
     block_rows: ClassVar[int]
     """Most token rows of a block."""
-    row_unit: ClassVar[int] = ROW_UNIT
-    """Rows at whose multiples segments are cut into blocks."""
     pass_rows: ClassVar[int]
     """Rows whose sums are in shared memory at once."""
     shared_limit: ClassVar[int]
@@ -310,7 +306,6 @@ class PrefillGemmKey(_GemmKey):
     kernel: ClassVar[str] = "prefill_gemm"
     module: ClassVar[str] = "trellis_kernels.cute.prefill_gemm"
     block_rows: ClassVar[int] = BLOCK_ROWS_MOST
-    row_unit: ClassVar[int] = ROW_UNIT // 2
     pass_rows: ClassVar[int] = 128
     shared_limit: ClassVar[int] = SHARED_LIMIT
     most_stages: ClassVar[int] = 8
@@ -323,12 +318,6 @@ class PrefillGemmKey(_GemmKey):
         super().__post_init__()
         if self.arch != GEMM_ARCH:
             raise KernelValueError(f"the many-row GEMM needs wgmma: architecture {self.arch!r} is not {GEMM_ARCH}")
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of the products that there are, ascending; up to 96 decoding takes the time, so fewer differ."""
-        fine = range(_FEW_COLUMNS, self.block_rows + 1, self.row_unit)
-        return (*range(ROW_UNIT, min(_FEW_COLUMNS, self.block_rows + 1), ROW_UNIT), *fine)
 
     @property
     def by_products(self) -> bool:
@@ -349,7 +338,6 @@ class PrefillShortKey(PrefillGemmKey):
 
     kernel: ClassVar[str] = "prefill_short"
     block_rows: ClassVar[int] = 64
-    row_unit: ClassVar[int] = ROW_UNIT
     pass_rows: ClassVar[int] = 64
     shared_limit: ClassVar[int] = HALF_SHARED_LIMIT
     resident: ClassVar[int] = 2
@@ -480,29 +468,21 @@ class PrefillScheduleKey(KernelKey):
 
     Args:
         arch: compile target.
-        block_rows: most rows of a block, a multiple of `row_unit`.
-        row_unit: rows at whose multiples segments are cut, 16 or 32.
+        block_rows: most rows of a block, a multiple of 32.
     """
 
     kernel: ClassVar[str] = "prefill_schedule"
     module: ClassVar[str] = "trellis_kernels.cute.prefill_schedule"
 
     block_rows: int = BLOCK_ROWS_MOST
-    row_unit: int = ROW_UNIT // 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_member("row_unit", self.row_unit, (ROW_UNIT // 2, ROW_UNIT))
-        if self.block_rows < self.row_unit or self.block_rows % self.row_unit:
-            raise KernelValueError(f"block_rows {self.block_rows}: must be a positive multiple of {self.row_unit}")
+        if self.block_rows < ROW_UNIT or self.block_rows % ROW_UNIT:
+            raise KernelValueError(f"block_rows {self.block_rows}: must be a positive multiple of {ROW_UNIT}")
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.arch} rows<={self.block_rows} by {self.row_unit}"
-
-
-def schedule_key(arch: str, kind: type[PrefillGemmKey] | type[PrefillMmaKey]) -> PrefillScheduleKey:
-    """The kernel that cuts row blocks for one kind of GEMM."""
-    return PrefillScheduleKey(arch, kind.block_rows, kind.row_unit)
+        return f"{self.kernel} {self.arch} rows<={self.block_rows}"
 
 
 def prefill_keys(arch: str) -> tuple[KernelKey, ...]:
@@ -513,7 +493,7 @@ def prefill_keys(arch: str) -> tuple[KernelKey, ...]:
     kinds = [ENGINES[engine] for engine in engines_for(arch, math.inf, MIDDLE_WIDTH_MOST)]
     kind = kinds[-1]
     return (
-        *(schedule_key(arch, gemm) for gemm in kinds),
+        *(PrefillScheduleKey(arch, gemm.block_rows) for gemm in kinds),
         *(PrefillImageKey(arch, dtype, images) for dtype in VALUE_BYTES for images in (0, 1, 2)),
         *(PrefillReduceKey(arch, "float32", dtype) for dtype in VALUE_BYTES),
         *(key for gemm in kinds for key in _layer_keys(arch, gemm)),

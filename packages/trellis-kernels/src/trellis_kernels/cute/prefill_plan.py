@@ -24,11 +24,11 @@ from trellis_kernels.cute.prefill_key import (
     GemmKey,
     PrefillImageKey,
     PrefillReduceKey,
+    PrefillScheduleKey,
     block_capacity,
     engine_for,
     engines_for,
     image_nbytes,
-    schedule_key,
 )
 from trellis_kernels.cute.prefill_share import ROW_GROUP
 from trellis_kernels.errors import KernelUnsupportedError, KernelValueError
@@ -192,7 +192,7 @@ class PrefillPlan:
         """Every kernel that a launch may take."""
         return (
             *self._pack_keys(),
-            *(schedule_key(self.arch, ENGINES[engine]) for engine in self.engines),
+            *(PrefillScheduleKey(self.arch, ENGINES[engine].block_rows) for engine in self.engines),
             self.image_key,
             *(self.join_key(rates, engine) for engine in self.engines for rates in self.up_rates),
             *(self.down_key(rate, engine) for engine in self.engines for rate in self.down_rates),

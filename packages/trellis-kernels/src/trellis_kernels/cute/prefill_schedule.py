@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64
 
 from trellis_kernels.cute import gemm_primitives as gpu
-from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, PrefillScheduleKey
+from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
 from trellis_kernels.cute.window import LANES
 
 __all__ = ["build"]
@@ -51,7 +51,7 @@ def _schedule_kernel(
     end_slot: Int32,
     first_half_bits: Int32,
     last_half_bits: Int32,
-    key: Constexpr,
+    most_units: Constexpr,
 ):
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES
@@ -73,8 +73,7 @@ def _schedule_kernel(
         rows = cutlass.max(cutlass.min(offset + count, end_slot) - begin, 0)
         fits = Int32(expert < experts) * Int32(rates[0] == first_half_bits) * Int32(rates[1] == last_half_bits)
         rows = rows * fits
-        units = (rows + (key.row_unit - 1)) // key.row_unit
-        most_units = key.block_rows // key.row_unit
+        units = (rows + (ROW_UNIT - 1)) // ROW_UNIT
         blocks = (units + (most_units - 1)) // most_units
         through = _count_through(blocks, lane)
         cute.arch.sync_threads()  # the totals of the group before have been read
@@ -88,7 +87,7 @@ def _schedule_kernel(
         larger = units - small * blocks
         row = Int32(0)
         for block in cutlass.range(blocks, unroll=1):
-            block_rows = (small + Int32(block < larger)) * key.row_unit
+            block_rows = (small + Int32(block < larger)) * ROW_UNIT
             slot = begin + row
             g_entry = entries + Int64(first + block) * (4 * ENTRY_WORDS)
             gpu.store_words(g_entry, [expert, slot, cutlass.min(block_rows, rows - row), slot - first_slot])
@@ -114,12 +113,12 @@ def _schedule_host(
     end_slot: Int32,
     first_half_bits: Int32,
     last_half_bits: Int32,
-    key: Constexpr,
+    most_units: Constexpr,
     stream: cuda.CUstream,
 ):
     _schedule_kernel(
         counts, offsets, first_descriptors, last_descriptors, third_descriptors, entries, entry_count, experts,
-        first_slot, end_slot, first_half_bits, last_half_bits, key,
+        first_slot, end_slot, first_half_bits, last_half_bits, most_units,
     ).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)  # fmt: skip
 
 
@@ -133,4 +132,5 @@ def build(key: PrefillScheduleKey, options: str) -> Any:
     Returns:
         A callable of (7 addresses, 5 numbers, stream) in the order of the host function above.
     """
-    return cute.compile(_schedule_host, *[Int64(0)] * 7, *[Int32(1)] * 5, key, cuda.CUstream(0), options=options)
+    units = key.block_rows // ROW_UNIT
+    return cute.compile(_schedule_host, *[Int64(0)] * 7, *[Int32(1)] * 5, units, cuda.CUstream(0), options=options)
