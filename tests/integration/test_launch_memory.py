@@ -74,9 +74,13 @@ def each_failure(device: str, step: Callable[[], object], kind: type[BaseExcepti
 
 
 def held(device: str) -> int:
-    """Bytes that torch holds on a GPU."""
+    """Bytes that torch holds on a GPU, once it has done what it was given and has seen so."""
     gc.collect()
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def prepared(name: str, device: str) -> tuple[Layer, ExecutionPlan, PreparedExperts]:
