@@ -12,7 +12,8 @@ from trellis_moe.soak.report import BOUND, LayerReport, SoakReport, soak_schema
 
 def make(**changes: Any) -> SoakReport:
     plain: dict[str, Any] = {
-        "device": "cpu", "torch": "2", "seconds": 1.0, "compile_seconds": 0.0, "runs": {"eager": 9}, "tokens": {1: 9},
+        "device": "cpu", "torch": "2", "asked_seconds": 1.0, "seconds": 1.0,
+        "compile_seconds": 0.0, "runs": {"eager": 9}, "tokens": {1: 9},
         "mismatches": 0, "first_mismatches": (), "kernels_before": 3, "kernels_after": 3, "allocated_before": 10,
         "allocated_after": 10, "reserved_before": 20, "reserved_after": 20, "scratch_nbytes": 5,
         "layers": (LayerReport(weights="mul1", launches={8: 9}, errors={8: 1e-3}),),
@@ -28,6 +29,7 @@ def test_nothing_fails_where_everything_held() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"asked_seconds": 2.5}, "it was ended after 1.0 of 2.5 seconds"),
         ({"mismatches": 2}, "2 of 9 runs gave other bits"),
         ({"kernels_after": 4}, "1 kernels were compiled after the freeze"),
         ({"allocated_after": 11}, "allocated bytes grew from 10 to 11"),
@@ -46,7 +48,7 @@ def test_a_report_comes_back_from_its_text() -> None:
 
 
 def test_other_keys_and_versions_are_refused() -> None:
-    for changes in ({"surplus": 1}, {"schema_version": 2}):
+    for changes in ({"surplus": 1}, {"schema_version": 1}):
         with pytest.raises(ValidationError):
             make(**changes)
     assert soak_schema()["additionalProperties"] is False

@@ -1,14 +1,17 @@
 """Owns the command `python -m trellis_moe.soak`: arguments, the order of the steps, and the exit code.
 
-It must not measure.
+It must not measure.  SIGTERM and Ctrl-C end the load after the run at hand, and what held until then is still reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,6 +38,8 @@ SMALL = SoakSizes(
 )
 """Sizes for a CPU."""
 _SETTLE_RUNS = 64
+_TELL_SECONDS = 30.0  # from one line about the load to the next
+LOG = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words after the program's name; None takes the process's.
 
     Returns:
-        0 if everything held, 1 if not; what did not is told on stderr.
+        0 if everything held for as long as asked, 1 if not; what did not is told on stderr, as is how far it is.
     """
     parser = argparse.ArgumentParser(
         prog="trellis-moe soak", description="Run layers for long, and watch bits and bytes."
@@ -57,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = SoakSizes() if device.type == "cuda" else SMALL
-    report = soak(sizes, device, seconds=options.seconds, runs=options.runs, jobs=options.jobs)
+    if not LOG.hasHandlers():
+        logging.basicConfig(format="trellis-moe soak: %(message)s")
+        LOG.setLevel(logging.INFO)
+    with _ends_when_told() as ends:
+        report = soak(sizes, device, seconds=options.seconds, runs=options.runs, jobs=options.jobs, ends=ends)
     text = report.model_dump_json(by_alias=True, indent=2)
     if options.json is not None:
         options.json.write_text(text + "\n")
@@ -67,7 +76,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if report.failures() else 0
 
 
-def soak(sizes: SoakSizes, device: torch.device, *, seconds: float, runs: int, jobs: int | None = None) -> SoakReport:
+@contextmanager
+def _ends_when_told() -> Iterator[Callable[[], bool]]:
+    """Let SIGTERM and SIGINT end a load rather than the process; gives whether one came."""
+    came: list[int] = []
+    kept = {
+        number: signal.signal(number, lambda got, _: came.append(got)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def soak(
+    sizes: SoakSizes,
+    device: torch.device,
+    *,
+    seconds: float,
+    runs: int,
+    jobs: int | None = None,
+    ends: Callable[[], bool] = lambda: False,
+) -> SoakReport:
     """Plan, compile, freeze, bind, and run for long.
 
     Args:
@@ -76,11 +107,13 @@ def soak(sizes: SoakSizes, device: torch.device, *, seconds: float, runs: int, j
         seconds: of the load.
         runs: made in any case.
         jobs: processes that compile.
+        ends: whether the load is to end early.
     """
     session, begin = Session(), time.monotonic()
     plans = plan_layers(sizes, device)
     session.prepare(plans, jobs=jobs)
     compiled = time.monotonic() - begin
+    LOG.info("%d kernels are ready after %.1f seconds", session.kernel_count, compiled)
     try:
         kernels = session.kernel_count
         layers, arena = bind_layers(plans, device)
@@ -88,12 +121,35 @@ def soak(sizes: SoakSizes, device: torch.device, *, seconds: float, runs: int, j
         if device.type == "cuda":
             graphs = Graphs(layers, tuple(count for count in GRAPH_COUNTS if count <= sizes.max_tokens))
         run_load(layers, arena, graphs, seconds=0.0, least_runs=_SETTLE_RUNS, seed=1)
+        LOG.info("%d layers are bound; the load begins after %.1f seconds", len(layers), time.monotonic() - begin)
         before = _bytes(device)
-        outcome = run_load(layers, arena, graphs, seconds=seconds, least_runs=runs, seed=2)
+        outcome = run_load(
+            layers, arena, graphs, seconds=seconds, least_runs=runs, seed=2, ends=_Teller(seconds, ends).see
+        )
         after = _bytes(device)
-        return _report(device, plans, layers, outcome, compiled, (kernels, session.kernel_count), before, after)
+        return _report(
+            device, plans, layers, outcome, seconds, compiled, (kernels, session.kernel_count), before, after
+        )
     finally:
         session.thaw()
+
+
+class _Teller:
+    """Tells how far a load is, and whether it is to end."""
+
+    def __init__(self, seconds: float, ends: Callable[[], bool]) -> None:
+        self._seconds, self._ends = seconds, ends
+        self._next = _TELL_SECONDS
+
+    def see(self, outcome: Outcome) -> bool:
+        """Look at a load after a run; whether it is to end."""
+        if outcome.seconds >= self._next:
+            self._next += _TELL_SECONDS
+            LOG.info(
+                "%.0f of %.0f seconds, %d runs, %d with other bits",
+                outcome.seconds, self._seconds, sum(outcome.runs.values()), outcome.mismatch_count,
+            )  # fmt: skip
+        return self._ends()
 
 
 def _bytes(device: torch.device) -> tuple[int, int]:
@@ -109,6 +165,7 @@ def _report(
     plans: list[ExecutionPlan],
     layers: list[SoakLayer],
     outcome: Outcome,
+    asked_seconds: float,
     compile_seconds: float,
     kernels: tuple[int, int],
     before: tuple[int, int],
@@ -117,6 +174,7 @@ def _report(
     return SoakReport(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=torch.__version__,
+        asked_seconds=asked_seconds,
         seconds=outcome.seconds,
         compile_seconds=compile_seconds,
         runs=dict(outcome.runs),

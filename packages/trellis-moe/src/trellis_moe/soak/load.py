@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +88,7 @@ def run_load(
     seconds: float,
     least_runs: int = 0,
     seed: int = 0,
+    ends: Callable[[Outcome], bool] | None = None,
 ) -> Outcome:
     """Run random layers over random token counts until the time is over, and compare every output bit for bit.
 
@@ -100,6 +102,7 @@ def run_load(
         seconds: how long.
         least_runs: runs that are made in any case.
         seed: of the choices.
+        ends: asked after each run, whose outcome it is given; the load ends early where it says so.
     """
     chance, outcome, begin = random.Random(seed), Outcome(), time.monotonic()
     largest = max(layers, key=lambda layer: layer.binding.plan.direct_token_capacity)
@@ -123,6 +126,9 @@ def run_load(
             layer.binding.run(inputs.x[:tokens], inputs.ids[:tokens], inputs.weights[:tokens], out=found)
         outcome.note(index, tokens, kind, same=same_bits(found, inputs.expected[:tokens]))
         step += 1
+        outcome.seconds = time.monotonic() - begin
+        if ends is not None and ends(outcome):
+            break
     outcome.seconds = time.monotonic() - begin
     return outcome
 

@@ -38,7 +38,8 @@ class SoakReport(_Model):
         schema_version: bumped with any change of meaning.
         device: its name.
         torch: version.
-        seconds: of the load.
+        asked_seconds: that the load was to take.
+        seconds: that it took.
         compile_seconds: before it.
         runs: by kind.
         tokens: runs by tokens, in powers of two.
@@ -56,9 +57,10 @@ class SoakReport(_Model):
     """
 
     schema_name: Literal["trellis-moe/soak"] = Field(default="trellis-moe/soak", alias="schema")
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     device: str
     torch: str
+    asked_seconds: float
     seconds: float
     compile_seconds: float
     runs: dict[str, int]
@@ -77,6 +79,8 @@ class SoakReport(_Model):
     def failures(self) -> tuple[str, ...]:
         """What did not hold, in words with both numbers."""
         found = []
+        if self.seconds < self.asked_seconds:
+            found.append(f"it was ended after {self.seconds:.1f} of {self.asked_seconds:.1f} seconds")
         if self.mismatches:
             found.append(f"{self.mismatches} of {sum(self.runs.values())} runs gave other bits than the first one")
         if self.kernels_after != self.kernels_before:
