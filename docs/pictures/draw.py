@@ -8,7 +8,7 @@ It must not read a clock, a random number or a font: the same packages draw the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree as Xml
@@ -33,7 +33,7 @@ KIMI_CHANNELS, KIMI_BARRIER, TP = 3072, 48, 9
 class Sheet:
     """A white sheet of a size in pixels, on which shapes are put in order."""
 
-    def __init__(self, width: int, height: int, title: str, *, cells: bool = False) -> None:
+    def __init__(self, width: int, height: int, title: str) -> None:
         self._root = Xml.Element(
             "svg",
             {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width} {height}", "role": "img"},
@@ -43,21 +43,22 @@ class Sheet:
         style.text = f"text{{font-family:system-ui,sans-serif;font-size:13px;fill:{INK}}}.m{{text-anchor:middle}}"
         style.text += ".s{font-size:8px}.c{font-family:ui-monospace,monospace}.b{font-weight:600}"
         self.box(0, 0, width, height, PAPER, edge="none", radius=8)
-        for colour, fill in enumerate(RANKS if cells else ()):
-            shape = Xml.SubElement(
-                Xml.SubElement(self._root, "defs"), "path", {"id": f"r{colour}", "d": "M0 0h24v19H0z"}
-            )
-            shape.attrib |= {"fill": fill, "stroke": FAINT}
 
     def box(self, x: float, y: float, w: float, h: float, fill: str, *, edge: str = INK, radius: float = 0) -> None:
         """A rectangle from its upper left corner."""
         attributes = {"x": x, "y": y, "width": w, "height": h, "rx": radius}
         self._put("rect", attributes, fill=fill, stroke=edge)
 
-    def cell(self, x: float, y: float, colour: int, text: str) -> None:
-        """A cell of a grid of 24 x 19, by the index of its colour in `RANKS`."""
-        self._put("use", {"x": x, "y": y}, href=f"#r{colour}")
-        self.text(x + 12, y + 13, text, "m s")
+    def grid(self, x: int, y: int, cells: list[list[tuple[int, str]]]) -> None:
+        """Rows of cells of 24 x 19 from the upper left corner, each the index of its colour in `RANKS` and a text."""
+        places = [(x + 24 * j, y + 19 * i, cell[0]) for i, row in enumerate(cells) for j, cell in enumerate(row)]
+        for colour, fill in enumerate(RANKS):
+            shapes = "".join(f"M{left} {top}h24v19h-24z" for left, top, its in places if its == colour)
+            self._put("path", {}, d=shapes, fill=fill, stroke=FAINT)
+        for i, row in enumerate(cells):
+            line = self._put("text", {"y": y + 19 * i + 13}, **{"class": "m s"})
+            for j, (_, text) in enumerate(row):
+                Xml.SubElement(line, "tspan", {"x": _number(x + 24 * j + 12)}).text = text
 
     def text(self, x: float, y: float, text: str, kind: str = "") -> None:
         """One line of text on its baseline; `kind` lists classes: m middle, s small, c code, b bold."""
@@ -76,6 +77,11 @@ class Sheet:
             head = [(x1, y1), *((x1 - 7 * math.cos(turn + a), y1 - 7 * math.sin(turn + a)) for a in (0.45, -0.45))]
             self._put("polygon", {}, points=" ".join(f"{_number(x)},{_number(y)}" for x, y in head), fill=edge)
 
+    def ticks(self, lines: Iterable[tuple[tuple[float, float], tuple[float, float]]]) -> None:
+        """Many short lines in one shape, each from a point to a point."""
+        steps = ("M" + " ".join(_number(number) for point in line for number in point) for line in lines)
+        self._put("path", {}, d="".join(steps), stroke=INK)
+
     def arc(self, centre: tuple[float, float], radius: float, first: float, last: float, edge: str) -> None:
         """A thick arc between two turns in [0, 1), clockwise from the top."""
         angles = np.linspace(first, last, 12)
@@ -83,8 +89,9 @@ class Sheet:
 
     def svg(self) -> str:
         """The file's content."""
-        Xml.indent(self._root, space="")
-        return Xml.tostring(self._root, encoding="unicode") + "\n"
+        for element in self._root:
+            element.tail = "\n"
+        return Xml.tostring(self._root, encoding="unicode").replace(" />", "/>") + "\n"
 
     def _put(self, tag: str, numbers: dict[str, float], **words: str) -> Xml.Element:
         return Xml.SubElement(self._root, tag, {k: _number(v) for k, v in numbers.items() if v or k != "rx"} | words)
@@ -126,12 +133,11 @@ def life_of_a_weight() -> str:
 
 def tile_and_ring() -> str:
     """The ring of a tile at K = 3 with the windows of three positions, and where positions lie in the tile."""
-    sheet = Sheet(900, 400, "The ring of a tile and the places of its positions", cells=True)
+    sheet = Sheet(900, 400, "The ring of a tile and the places of its positions")
     centre, radius = (190.0, 205.0), 130.0
     sheet.text(20, 26, f"A ring of 256 K = {K3.ring_bits} bits; K = {K3}", "b")
-    for position in range(0, TILE_WEIGHTS, 8):
-        turn = int(K3.ends()[position]) / K3.ring_bits
-        sheet.path([_on_circle(centre, radius - 4, turn), _on_circle(centre, radius + 4, turn)], edge=INK)
+    turns = [int(K3.ends()[position]) / K3.ring_bits for position in range(0, TILE_WEIGHTS, 8)]
+    sheet.ticks((_on_circle(centre, radius - 4, turn), _on_circle(centre, radius + 4, turn)) for turn in turns)
     sheet.path([_on_circle(centre, radius, step / 96) for step in range(97)])
     for place, (position, colour) in enumerate(((0, ACCENT), (1, "#00897b"), (128, "#ef6c00"))):
         end = int(K3.ends()[position])
@@ -143,10 +149,8 @@ def tile_and_ring() -> str:
         sheet.text(x - 58, y, f"state {position}: bits {span}")
     sheet.text(20, 374, "A tick is 8 positions. A state is 16 bits; the first reach back.")
     sheet.text(420, 26, "Where the 256 positions lie in the tile", "b")
-    for element, position in enumerate(POSITION.tolist()):
-        row, column = divmod(element, TILE)
-        x, y = 440 + 24 * column, 52 + 19 * row
-        sheet.cell(x, y, position // 8 % len(RANKS), str(position))
+    rows = POSITION.reshape(TILE, TILE).tolist()
+    sheet.grid(440, 52, [[(position // 8 % len(RANKS), str(position)) for position in row] for row in rows])
     sheet.text(440, 48, "output channels", "s")
     sheet.text(420, 374, "Positions 8 L to 8 L + 7, in one colour, are lane L of a warp.")
     return sheet.svg()
