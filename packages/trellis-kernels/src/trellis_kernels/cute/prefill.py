@@ -12,6 +12,7 @@ A *window* is a range of packed slots; images hold one window, so their bytes do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import torch
@@ -21,10 +22,12 @@ from trellis_kernels.bank import CodeBank
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.argument_tuples import filled
 from trellis_kernels.cute.decode import table_address
 from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda
 from trellis_kernels.cute.op_keys import ReduceKey
+from trellis_kernels.cute.prefill_arguments import GemmArguments, ImageArguments, ReduceArguments, ScheduleArguments
 from trellis_kernels.cute.prefill_key import (
     ENGINES,
     ENTRY_CODES,
@@ -99,7 +102,8 @@ def rate_pairs(banks: tuple[CodeBank, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({tuple(half for _, half in places) for places in zip(*(b.places for b in banks), strict=True)}))
 
 
-def _launch(key: KernelKey, device: torch.device, *arguments: int | float) -> None:
+def _launch(key: KernelKey, device: torch.device, *arguments: Any) -> None:
+    """Launch with a tuple of arguments, or with so many numbers."""
     with torch.cuda.device(device):
         kernel = compiler.ready(key)
         kernel(*arguments, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
@@ -152,18 +156,21 @@ def make_blocks(
     _launch(
         PrefillScheduleKey(_arch(entries.device), block_rows),
         entries.device,
-        routes.expert_counts.data_ptr(),
-        routes.expert_offsets.data_ptr(),
-        banks[0].descriptors.data_ptr(),
-        banks[min(1, len(banks) - 1)].descriptors.data_ptr(),
-        banks[-1].descriptors.data_ptr(),
-        entries.data_ptr(),
-        count.data_ptr(),
-        experts,
-        window.first,
-        window.first + window.slots,
-        half_bits[0],
-        half_bits[min(1, len(half_bits) - 1)],
+        filled(
+            ScheduleArguments,
+            counts=routes.expert_counts,
+            offsets=routes.expert_offsets,
+            first_descriptors=banks[0].descriptors,
+            last_descriptors=banks[min(1, len(banks) - 1)].descriptors,
+            third_descriptors=banks[-1].descriptors,
+            entries=entries,
+            entry_count=count,
+            experts=experts,
+            first_slot=window.first,
+            end_slot=window.first + window.slots,
+            first_half_bits=half_bits[0],
+            last_half_bits=half_bits[min(1, len(half_bits) - 1)],
+        ),
     )
     return Blocks(half_bits, entries, count)
 
@@ -193,26 +200,29 @@ def make_image(
     _launch(
         PrefillImageKey(_arch(x.device), DTYPE_NAMES[x.dtype], len(scales)),
         x.device,
-        x.data_ptr(),
-        _address(scales[0] if scales else None),
-        _address(scales[-1] if scales else None),
-        routes.route_indices.data_ptr(),
-        routes.block_experts.data_ptr(),
-        routes.packed_count.data_ptr(),
-        images[0].data_ptr(),
-        images[-1].data_ptr(),
-        window.first,
-        window.slots,
-        images[0].shape[1],
-        channels,
-        x.shape[1],
-        x.stride(0),
-        routes_per_row,
-        route_count,
-        scales[0].shape[0] if scales else 1,
-        scales[0].stride(0) if scales else 0,
-        routes.block_rows,
-        torch.cuda.get_device_properties(x.device).multi_processor_count,
+        filled(
+            ImageArguments,
+            x=x,
+            first_scales=scales[0] if scales else None,
+            last_scales=scales[-1] if scales else None,
+            routes=routes.route_indices,
+            block_experts=routes.block_experts,
+            packed_count=routes.packed_count,
+            first_image=images[0],
+            last_image=images[-1],
+            first_slot=window.first,
+            slots=window.slots,
+            image_rows=images[0].shape[1],
+            channels=channels,
+            width=x.shape[1],
+            x_pitch=x.stride(0),
+            routes_per_row=routes_per_row,
+            route_count=route_count,
+            scale_rows=scales[0].shape[0] if scales else 1,
+            scale_pitch=scales[0].stride(0) if scales else 0,
+            block_rows=routes.block_rows,
+            multiprocessors=torch.cuda.get_device_properties(x.device).multi_processor_count,
+        ),
     )
 
 
@@ -232,35 +242,39 @@ def _gemm(
     factor: float = 1.0,
 ) -> None:
     device = images[0].device
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     _launch(
         key,
         device,
-        banks[0].words.data_ptr(),
-        images[0].data_ptr(),
-        images[-1].data_ptr(),
-        blocks.entries.data_ptr(),
-        blocks.count.data_ptr(),
-        routes.route_indices.data_ptr(),
-        out.data_ptr(),
-        _address(scales[0]),
-        _address(scales[-1]),
-        _address(input_scales),
-        _address(biases[0]),
-        _address(biases[-1]),
-        _address(stash),
-        _address(weights),
-        table_address(key.codebook, "compact", device.index),
-        images[0].shape[1],
-        out.shape[1],
-        _pitch(scales[0]),
-        _pitch(input_scales),
-        _pitch(biases[0] if biases[0] is not None else biases[-1]),
-        banks[0].k // PANEL_CHANNELS,
-        banks[0].n // BLOCK_CHANNELS,
-        1 if weights is None else weights.shape[1],
-        blocks.code_place,
-        key.resident * min(torch.cuda.get_device_properties(device).multi_processor_count, THREAD_BLOCKS_MOST),
-        factor,
+        filled(
+            GemmArguments,
+            words=banks[0].words,
+            first_image=images[0],
+            last_image=images[-1],
+            entries=blocks.entries,
+            entry_count=blocks.count,
+            routes=routes.route_indices,
+            out=out,
+            first_scales=scales[0],
+            last_scales=scales[-1],
+            input_scales=input_scales,
+            first_bias=biases[0],
+            last_bias=biases[-1],
+            stash=stash,
+            weights=weights,
+            law=table_address(key.codebook, "compact", device.index),
+            image_rows=images[0].shape[1],
+            out_rows=out.shape[1],
+            scale_pitch=_pitch(scales[0]),
+            input_scale_pitch=_pitch(input_scales),
+            bias_pitch=_pitch(biases[0] if biases[0] is not None else biases[-1]),
+            steps=banks[0].k // PANEL_CHANNELS,
+            blocks=banks[0].n // BLOCK_CHANNELS,
+            top_k=1 if weights is None else weights.shape[1],
+            code_place=blocks.code_place,
+            factor=factor,
+            thread_blocks=key.resident * min(multiprocessors, THREAD_BLOCKS_MOST),
+        ),
     )
 
 
@@ -423,20 +437,23 @@ def sum_rows(
     _launch(
         PrefillReduceKey(_arch(rows.device), DTYPE_NAMES[topk_weights.dtype], DTYPE_NAMES[out.dtype]),
         rows.device,
-        rows.data_ptr(),
-        topk_ids.data_ptr(),
-        topk_weights.data_ptr(),
-        _address(expert_map),
-        out.data_ptr(),
-        tokens,
-        top_k,
-        num_experts,
-        0 if expert_map is None else expert_map.numel(),
-        0 if expert_map is None else expert_map.element_size(),
-        rows.shape[1],
-        out.shape[1],
-        topk_ids.element_size(),
-        factor,
+        filled(
+            ReduceArguments,
+            rows=rows,
+            ids=topk_ids,
+            weights=topk_weights,
+            expert_map=expert_map,
+            out=out,
+            top_k=top_k,
+            experts=num_experts,
+            map_length=0 if expert_map is None else expert_map.numel(),
+            map_bytes=0 if expert_map is None else expert_map.element_size(),
+            padded=rows.shape[1],
+            channels=out.shape[1],
+            id_bytes=topk_ids.element_size(),
+            factor=factor,
+            tokens=tokens,
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_math, primitives, wgmma
 from trellis_kernels.cute import values as rounding
 from trellis_kernels.cute.keys import VALUE_BYTES
+from trellis_kernels.cute.prefill_arguments import GemmArguments
 from trellis_kernels.cute.prefill_key import INFO_HEADER_BYTES, ROW_UNIT, GemmKey, info_table
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, ROW_GROUP
 
@@ -183,7 +184,7 @@ def _store_floats(values: list[Float32], g_row: Int64, half: Int32, live: Boolea
 
 
 @cute.jit
-def fill_tables(s_info: Int32, s_tables: Int32, first_bias: Int64, last_bias: Int64, key: Constexpr):
+def fill_tables(s_info: Int32, s_tables: Int32, args: GemmArguments, key: Constexpr):
     """Widen a block's fp16 tables to fp32 in the order of lanes; scales also take the norm of a rotation.
 
     The order is channel 16 run + 8 half + index at place 64 half + 8 run + index.  A bias that is not given is zeros.
@@ -199,7 +200,7 @@ def fill_tables(s_info: Int32, s_tables: Int32, first_bias: Int64, last_bias: In
             if cutlass.const_expr(index < scales):
                 values = [value * Float32(_NORM) for value in values]
             else:
-                given = Int32((first_bias, last_bias)[index - scales] != 0)
+                given = Int32((args.first_bias, args.last_bias)[index - scales] != 0)
                 values = [wgmma.pick(given, Float32(0.0), value) for value in values]
             gpu.store_shared_floats(s_tables + (index * _TABLE_BYTES + place * 4), values)
 
@@ -221,16 +222,7 @@ def _add_row(values: list[Float32], g_row: Int64, half: Int32, live: Boolean, ha
 
 @cute.jit
 def finish_rows(
-    r_sums: cute.Tensor,
-    s_sums: Int32,
-    s_tables: Int32,
-    s_info: Int32,
-    out: Int64,
-    blocks: Int32,
-    weights: Int64,
-    top_k: Int32,
-    factor: Float32,
-    key: Constexpr,
+    r_sums: cute.Tensor, s_sums: Int32, s_tables: Int32, s_info: Int32, args: GemmArguments, key: Constexpr
 ):
     """Write a tile to the routes' rows, rotated out for `down`; or add it, weighted, to the tokens' rows."""
     _, warp, lane = _this_thread()
@@ -252,28 +244,29 @@ def finish_rows(
                 s_routes = s_info + INFO_HEADER_BYTES
                 route = gpu.load_shared_int(s_routes + cutlass.min(row, rows - 1) * 4)
                 s_row = _lane_row(s_sums, warp, lane)
-                weight = factor
+                weight = args.factor
                 if cutlass.const_expr(key.epilogue == "add"):
-                    g_weight = weights + Int64(route * VALUE_BYTES[key.weight_dtype])
-                    weight = rounding.load_value(g_weight, key.weight_dtype) * factor
+                    g_weight = args.weights + Int64(route * VALUE_BYTES[key.weight_dtype])
+                    weight = rounding.load_value(g_weight, key.weight_dtype) * args.factor
                 values = _read_row(s_row)
                 if cutlass.const_expr(rotated):
                     s_bias = s_scales + _TABLE_BYTES if key.biased[0] else None
                     values = _scaled(_butterfly(values, 6), s_scales, s_bias)
                 if cutlass.const_expr(key.epilogue == "add"):
-                    g_block = (Int64(route // top_k) * Int64(blocks) + Int64(block)) * (BLOCK_CHANNELS * 4)
-                    _add_row(_weighted(values, weight, key.out_dtype), out + g_block, half, live, key.arch != "sm_80")
+                    g_block = (Int64(route // args.top_k) * Int64(args.blocks) + Int64(block)) * (BLOCK_CHANNELS * 4)
+                    terms = _weighted(values, weight, key.out_dtype)
+                    _add_row(terms, args.out + g_block, half, live, key.arch != "sm_80")
                 elif cutlass.const_expr(key.out_dtype == "float32"):
-                    g_block = (Int64(route) * Int64(blocks) + Int64(block)) * (BLOCK_CHANNELS * 4)
-                    _store_floats(values, out + g_block, half, live)
+                    g_block = (Int64(route) * Int64(args.blocks) + Int64(block)) * (BLOCK_CHANNELS * 4)
+                    _store_floats(values, args.out + g_block, half, live)
                 else:
                     cute.arch.sync_warp()  # both lanes of a row have read it
                     s_halves = s_row - half * _HALF_BYTES
                     _stage_halves(values, s_halves, half)
                     cute.arch.sync_warp()
                     s_first = s_sums + _WARP_ROWS * _PITCH * warp
-                    g_block = out + Int64(block) * _BLOCK_BYTES
-                    row_bytes = Int64(blocks) * _BLOCK_BYTES
+                    g_block = args.out + Int64(block) * _BLOCK_BYTES
+                    row_bytes = Int64(args.blocks) * _BLOCK_BYTES
                     _write_halves(s_first, s_routes + first_row * 4, g_block, row_bytes, rows - first_row, lane)
             _sync()
 
@@ -328,8 +321,7 @@ def finish_join(
     s_tables: Int32,
     s_info: Int32,
     stash: Int64,
-    out: Int64,
-    out_rows: Int32,
+    args: GemmArguments,
     key: Constexpr,
 ):
     """Rotate out, scale, activate, scale, rotate in, and write the image of the down projection's rows.
@@ -354,7 +346,7 @@ def finish_join(
                 joined = _joined(up, stash, thread, part, key)
                 values = _rotated_in(_scaled(joined, s_table + key.linears * _TABLE_BYTES), lane)
                 live = Boolean(row < rows)
-                _store_image(values, out, block, place[3] + row, out_rows, half, live)
+                _store_image(values, args.out, block, place[3] + row, args.out_rows, half, live)
             _sync()
 
 

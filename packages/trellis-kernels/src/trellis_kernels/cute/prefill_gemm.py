@@ -21,6 +21,8 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import wgmma
+from trellis_kernels.cute.argument_tuples import blank
+from trellis_kernels.cute.prefill_arguments import GemmArguments, tile_tables
 from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, keep_gate
 from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, FEEDER_WARPS, ROW_UNIT, PrefillGemmKey
 from trellis_kernels.cute.prefill_loop import (
@@ -73,34 +75,7 @@ def _accumulate_block(
 
 
 @cute.kernel
-def _gemm_kernel(
-    words: Int64,
-    first_image: Int64,
-    last_image: Int64,
-    entries: Int64,
-    entry_count: Int64,
-    routes: Int64,
-    out: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    input_scales: Int64,
-    first_bias: Int64,
-    last_bias: Int64,
-    stash: Int64,
-    weights: Int64,
-    law: Int64,
-    image_rows: Int32,
-    out_rows: Int32,
-    scale_pitch: Int32,
-    input_scale_pitch: Int32,
-    bias_pitch: Int32,
-    steps: Int32,
-    blocks: Int32,
-    top_k: Int32,
-    code_place: Int32,
-    factor: Float32,
-    key: Constexpr,
-):
+def _gemm_kernel(args: GemmArguments, key: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     first_tile, _, _ = cute.arch.block_idx()
     tile_stride, _, _ = cute.arch.grid_dim()
@@ -128,9 +103,9 @@ def _gemm_kernel(
             cute.arch.mbarrier_init(info_barriers + buffer, 1)
             cute.arch.mbarrier_init(info_barriers + (2 + buffer), CONSUMER_WARPS)
         cute.arch.mbarrier_init_fence()
-    fill_law(law, s_law, thread, _THREADS, key)
+    fill_law(args.law, s_law, thread, _THREADS, key)
     cute.arch.sync_threads()
-    tiles = gpu.load_ints(entry_count, 1)[0] * blocks
+    tiles = gpu.load_ints(args.entry_count, 1)[0] * args.blocks
     position = Int32(0)
     turn = Int32(0)
     if warp >= CONSUMER_WARPS:
@@ -138,62 +113,61 @@ def _gemm_kernel(
         feeder = warp - CONSUMER_WARPS
         r_next = cute.make_rmem_tensor(cute.make_layout((_ENTRY_READ,)), Int32)  # of the tile after this one
         if first_tile < tiles:
-            _load_entry(r_next, entries, first_tile // blocks, code_place)
+            _load_entry(r_next, args.entries, first_tile // args.blocks, args.code_place)
         for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
             entry = [r_next[index] for index in range(_ENTRY_READ)]
-            _load_entry(r_next, entries, cutlass.min(tile + tile_stride, tiles - 1) // blocks, code_place)
-            block = tile % blocks
+            following = cutlass.min(tile + tile_stride, tiles - 1)
+            _load_entry(r_next, args.entries, following // args.blocks, args.code_place)
+            block = tile % args.blocks
             if feeder == 0:
                 buffer = turn & 1
                 cute.arch.mbarrier_wait(info_barriers + (2 + buffer), ((turn >> 1) & 1) ^ 1)
                 feed_info(
-                    entry[:4], block,
-                    _tables(first_scales, last_scales, input_scales, first_bias, last_bias, scale_pitch,
-                            input_scale_pitch, bias_pitch, key),
-                    routes, s_infos + buffer * key.info_bytes, (info_barriers + buffer).toint(), lane, key,
+                    entry[:4], block, tile_tables(args, key), args.routes, s_infos + buffer * key.info_bytes,
+                    (info_barriers + buffer).toint(), lane, key,
                 )  # fmt: skip
             turn = turn + 1
             for linear in cutlass.range_constexpr(key.linears):
                 feed(
-                    words + Int64(entry[ENTRY_CODES + linear]) * CODE_UNIT, (first_image, last_image)[linear],
-                    entry[2], entry[3], block, blocks, position, steps, image_rows, barriers, s_rows, s_codes, feeder,
-                    lane, key.half_bits[linear], key,
+                    args.words + Int64(entry[ENTRY_CODES + linear]) * CODE_UNIT,
+                    (args.first_image, args.last_image)[linear], entry[2], entry[3], block, args.blocks, position,
+                    args.steps, args.image_rows, barriers, s_rows, s_codes, feeder, lane, key.half_bits[linear], key,
                 )  # fmt: skip
-                position = position + steps
+                position = position + args.steps
     else:
         cute.arch.setmaxregister_increase(key.registers[0])
         group = warp >> 2
         group_warp = warp & 3
-        g_stash = stash + Int64(first_tile) * key.stash_bytes
+        g_stash = args.stash + Int64(first_tile) * key.stash_bytes
         r_sums = cute.make_rmem_tensor(cute.make_layout((key.block_rows // 2,)), Float32)
         for _ in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
             buffer = turn & 1
             s_info = s_infos + buffer * key.info_bytes
             cute.arch.mbarrier_wait(info_barriers + buffer, (turn >> 1) & 1)
             rows = gpu.load_shared_int(s_info + 8)
-            fill_tables(s_info, s_tables, first_bias, last_bias, key)
+            fill_tables(s_info, s_tables, args, key)
             if cutlass.const_expr(key.linears == 2 and key.half_bits[0] == key.half_bits[1]):
                 for linear in cutlass.range(2, unroll=1):
                     _accumulate_block(
-                        r_sums, barriers, s_rows, s_codes, s_law, group, group_warp, position, steps, rows, lane,
+                        r_sums, barriers, s_rows, s_codes, s_law, group, group_warp, position, args.steps, rows, lane,
                         key.half_bits[0], key,
                     )  # fmt: skip
-                    position = position + steps
+                    position = position + args.steps
                     if linear == 0:
                         keep_gate(r_sums, s_sums, s_tables, s_info, g_stash, key)
             else:
                 for linear in cutlass.range_constexpr(key.linears):
                     _accumulate_block(
-                        r_sums, barriers, s_rows, s_codes, s_law, group, group_warp, position, steps, rows, lane,
+                        r_sums, barriers, s_rows, s_codes, s_law, group, group_warp, position, args.steps, rows, lane,
                         key.half_bits[linear], key,
                     )  # fmt: skip
-                    position = position + steps
+                    position = position + args.steps
                     if cutlass.const_expr(linear + 1 < key.linears):
                         keep_gate(r_sums, s_sums, s_tables, s_info, g_stash, key)
             if cutlass.const_expr(key.epilogue == "join"):
-                finish_join(r_sums, s_sums, s_tables, s_info, g_stash, out, out_rows, key)
+                finish_join(r_sums, s_sums, s_tables, s_info, g_stash, args, key)
             else:
-                finish_rows(r_sums, s_sums, s_tables, s_info, out, blocks, weights, top_k, factor, key)
+                finish_rows(r_sums, s_sums, s_tables, s_info, args, key)
             wgmma.arrive((info_barriers + (2 + buffer)).toint(), cutlass.Boolean(lane == 0))
             turn = turn + 1
 
@@ -205,55 +179,16 @@ def _load_entry(r_entry: Any, entries: Int64, index: Int32, code_place: Int32) -
         r_entry[place] = value
 
 
-def _tables(
-    first_scales: Int64, last_scales: Int64, input_scales: Int64, first_bias: Int64, last_bias: Int64,
-    scale_pitch: Int32, input_scale_pitch: Int32, bias_pitch: Int32, key: PrefillGemmKey,
-) -> list[tuple[Int64, Int32]]:  # fmt: skip
-    """The tables of a tile in the order of its information."""
-    scales = [(first_scales, scale_pitch), (last_scales, scale_pitch)][: key.linears]
-    inputs = [(input_scales, input_scale_pitch)] if key.epilogue == "join" else []
-    biases = [(first_bias, bias_pitch), (last_bias, bias_pitch)][: key.linears]
-    return (scales + inputs + biases)[: key.tables]
-
-
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _gemm_host(
-    words: Int64,
-    first_image: Int64,
-    last_image: Int64,
-    entries: Int64,
-    entry_count: Int64,
-    routes: Int64,
-    out: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    input_scales: Int64,
-    first_bias: Int64,
-    last_bias: Int64,
-    stash: Int64,
-    weights: Int64,
-    law: Int64,
-    image_rows: Int32,
-    out_rows: Int32,
-    scale_pitch: Int32,
-    input_scale_pitch: Int32,
-    bias_pitch: Int32,
-    steps: Int32,
-    blocks: Int32,
-    top_k: Int32,
-    code_place: Int32,
-    thread_blocks: Int32,
-    factor: Float32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
-    _gemm_kernel(
-        words, first_image, last_image, entries, entry_count, routes, out,
-        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, law, image_rows, out_rows,
-        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, code_place, factor, key,
-    ).launch(grid=[thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=key.resident,
-        preferred_smem_carveout=100 if key.resident > 1 else None)  # fmt: skip
+def _gemm_host(args: GemmArguments, key: Constexpr, stream: cuda.CUstream):
+    _gemm_kernel(args, key).launch(
+        grid=[args.thread_blocks, 1, 1],
+        block=[_THREADS, 1, 1],
+        stream=stream,
+        min_blocks_per_mp=key.resident,
+        preferred_smem_carveout=100 if key.resident > 1 else None,
+    )
 
 
 def build(key: PrefillGemmKey, options: str) -> Any:
@@ -264,8 +199,6 @@ def build(key: PrefillGemmKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (15 addresses, 10 numbers, factor, stream) in the order of the host function above.
+        A callable of `GemmArguments` and a stream.
     """
-    addresses = [Int64(0)] * 15
-    numbers = [Int32(1)] * 10
-    return cute.compile(_gemm_host, *addresses, *numbers, Float32(1.0), key, cuda.CUstream(0), options=options)
+    return cute.compile(_gemm_host, blank(GemmArguments), key, cuda.CUstream(0), options=options)

@@ -30,7 +30,9 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import primitives, wgmma
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.keys import VALUE_BYTES
+from trellis_kernels.cute.prefill_arguments import ImageArguments
 from trellis_kernels.cute.prefill_key import GEMM_ARCH, PrefillImageKey
 from trellis_kernels.cute.prefill_share import PANEL_CHANNELS, PANEL_ROW_BYTES, PIECE_BYTES, PIECES, ROW_GROUP
 from trellis_kernels.cute.window import LANES
@@ -174,28 +176,7 @@ def _write_image(s_image: Int32, g_image: Int64, panel_bytes: Int64, rows: Int32
 
 
 @cute.kernel
-def _image_kernel(
-    x: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    routes: Int64,
-    block_experts: Int64,
-    packed_count: Int64,
-    first_image: Int64,
-    last_image: Int64,
-    first_slot: Int32,
-    slots: Int32,
-    image_rows: Int32,
-    channels: Int32,
-    width: Int32,
-    x_pitch: Int32,
-    routes_per_row: Int32,
-    route_count: Int32,
-    scale_rows: Int32,
-    scale_pitch: Int32,
-    block_rows: Int32,
-    key: Constexpr,
-):
+def _image_kernel(args: ImageArguments, key: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     thread_block, _, _ = cute.arch.block_idx()
     thread_blocks, _, _ = cute.arch.grid_dim()
@@ -212,8 +193,8 @@ def _image_kernel(
     scale_bytes = key.images * image_scale_bytes
     s_scales = s_warp + _BUFFERS * row_bytes
     s_factors = s_scales + _BUFFERS * scale_bytes
-    end = cutlass.min(gpu.load_ints(packed_count, 1)[0], first_slot + slots) - first_slot
-    row_units = channels // HADAMARD_BLOCK
+    end = cutlass.min(gpu.load_ints(args.packed_count, 1)[0], args.first_slot + args.slots) - args.first_slot
+    row_units = args.channels // HADAMARD_BLOCK
     units = (cutlass.max(end, 0) + (_ROWS - 1)) // _ROWS * row_units
     stride = thread_blocks * block_warps
     first_unit = thread_block * block_warps + warp
@@ -225,10 +206,7 @@ def _image_kernel(
     r_next[0] = first_unit // row_units
     r_next[1] = first_unit % row_units
     if first_unit < units:
-        source, table_row = _find(
-            r_next[0], end, first_slot, routes, block_experts, routes_per_row, route_count, scale_rows, block_rows,
-            lane,
-        )  # fmt: skip
+        source, table_row = _find(r_next[0], end, args, lane)
         r_next[2] = source
         r_next[3] = table_row
     # before the first unit there is a turn that only starts copies
@@ -239,18 +217,17 @@ def _image_kernel(
         if first_unit + (turn + 1) * stride < units:
             buffer = (turn + 1) & 1
             channel = r_next[1] * HADAMARD_BLOCK
-            _copy_rows(s_warp + buffer * row_bytes, x, r_next[2], x_pitch, channel, width, lane, dtype)
+            _copy_rows(s_warp + buffer * row_bytes, args.x, r_next[2], args.x_pitch, channel, args.width, lane, dtype)
             for image in cutlass.range_constexpr(key.images):
                 s_target = s_scales + buffer * scale_bytes + image * image_scale_bytes
-                _copy_scales(s_target, (first_scales, last_scales)[image], r_next[3], scale_pitch, channel, lane)
+                _copy_scales(
+                    s_target, (args.first_scales, args.last_scales)[image], r_next[3], args.scale_pitch, channel, lane
+                )
             over = r_next[1] + step_inside
             carries = Int32(over >= row_units)
             r_next[0] = r_next[0] + step_rows + carries
             r_next[1] = over - carries * row_units
-            source, table_row = _find(
-                r_next[0], end, first_slot, routes, block_experts, routes_per_row, route_count, scale_rows, block_rows,
-                lane,
-            )  # fmt: skip
+            source, table_row = _find(r_next[0], end, args, lane)
             r_next[2] = source
             r_next[3] = table_row
         gpu.commit_copies()
@@ -260,7 +237,7 @@ def _image_kernel(
             buffer = turn & 1
             s_unit = s_warp + buffer * row_bytes
             row = row_unit * _ROWS
-            panel_bytes = Int64(image_rows) * PANEL_ROW_BYTES
+            panel_bytes = Int64(args.image_rows) * PANEL_ROW_BYTES
             offset = Int64(inside * _PANELS) * panel_bytes + Int64(row) * PANEL_ROW_BYTES
             s_row = s_unit + _lane_bytes(lane, dtype)
             words = _load_row(s_row, dtype)
@@ -276,58 +253,31 @@ def _image_kernel(
                 cute.arch.sync_warp()  # every row is in registers, so that the image may lie where the rows did
                 _stage_image(pieces, s_unit, lane)
                 cute.arch.sync_warp()
-                _write_image(s_unit, (first_image, last_image)[image] + offset, panel_bytes, slots - row, lane)
+                _write_image(
+                    s_unit, (args.first_image, args.last_image)[image] + offset, panel_bytes, args.slots - row, lane
+                )
                 cute.arch.sync_warp()
 
 
-def _find(
-    row_unit: Int32, end: Int32, first_slot: Int32, routes: Int64, block_experts: Int64,
-    routes_per_row: Int32, route_count: Int32, scale_rows: Int32, block_rows: Int32, lane: Int32,
-) -> tuple[Int32, Int32]:  # fmt: skip
+def _find(row_unit: Int32, end: Int32, args: ImageArguments, lane: Int32) -> tuple[Int32, Int32]:
     """This lane's row of x in a unit, the last one for padding, and the row of its expert in a table of scales."""
-    slot = first_slot + cutlass.min(row_unit * _ROWS + (lane & (_ROWS - 1)), end - 1)
-    route = cutlass.min(gpu.load_ints(routes + Int64(slot) * 4, 1)[0], route_count - 1)
-    expert = gpu.load_ints(block_experts + Int64(slot // block_rows) * 4, 1)[0]
-    return route // routes_per_row, expert * Int32(scale_rows > 1)
+    slot = args.first_slot + cutlass.min(row_unit * _ROWS + (lane & (_ROWS - 1)), end - 1)
+    route = cutlass.min(gpu.load_ints(args.routes + Int64(slot) * 4, 1)[0], args.route_count - 1)
+    expert = gpu.load_ints(args.block_experts + Int64(slot // args.block_rows) * 4, 1)[0]
+    return route // args.routes_per_row, expert * Int32(args.scale_rows > 1)
 
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _image_host(
-    x: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    routes: Int64,
-    block_experts: Int64,
-    packed_count: Int64,
-    first_image: Int64,
-    last_image: Int64,
-    first_slot: Int32,
-    slots: Int32,
-    image_rows: Int32,
-    channels: Int32,
-    width: Int32,
-    x_pitch: Int32,
-    routes_per_row: Int32,
-    route_count: Int32,
-    scale_rows: Int32,
-    scale_pitch: Int32,
-    block_rows: Int32,
-    multiprocessors: Int32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
+def _image_host(args: ImageArguments, key: Constexpr, stream: cuda.CUstream):
     block_warps, resident = warps(key)
-    _image_kernel(
-        x, first_scales, last_scales, routes, block_experts, packed_count, first_image, last_image, first_slot, slots,
-        image_rows, channels, width, x_pitch, routes_per_row, route_count, scale_rows, scale_pitch, block_rows, key,
-    ).launch(
-        grid=[multiprocessors * resident, 1, 1],
+    _image_kernel(args, key).launch(
+        grid=[args.multiprocessors * resident, 1, 1],
         block=[block_warps * LANES, 1, 1],
         stream=stream,
         min_blocks_per_mp=resident,
         preferred_smem_carveout=100,
-    )  # fmt: skip
+    )
 
 
 def build(key: PrefillImageKey, options: str) -> Any:
@@ -338,6 +288,6 @@ def build(key: PrefillImageKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (8 addresses, 12 numbers, stream) in the order of the host function above.
+        A callable of `ImageArguments` and a stream.
     """
-    return cute.compile(_image_host, *[Int64(0)] * 8, *[Int32(1)] * 12, key, cuda.CUstream(0), options=options)
+    return cute.compile(_image_host, blank(ImageArguments), key, cuda.CUstream(0), options=options)

@@ -20,6 +20,8 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
 from trellis_format.rates import TILE, Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import primitives, wgmma
+from trellis_kernels.cute.argument_tuples import blank
+from trellis_kernels.cute.prefill_arguments import GemmArguments, tile_tables
 from trellis_kernels.cute.prefill_epilogue import fill_tables, finish_join, finish_rows, keep_gate
 from trellis_kernels.cute.prefill_key import (
     CODE_UNIT,
@@ -139,15 +141,7 @@ def _load_info(
     rows: Int32,
     image_row: Int32,
     block: Int32,
-    routes: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    input_scales: Int64,
-    first_bias: Int64,
-    last_bias: Int64,
-    scale_pitch: Int32,
-    input_scale_pitch: Int32,
-    bias_pitch: Int32,
+    args: GemmArguments,
     s_info: Int32,
     thread: Int32,
     key: Constexpr,
@@ -158,12 +152,9 @@ def _load_info(
         gpu.store_shared_words(s_info + 16, [Uint32(block)])
     if cutlass.const_expr(key.has_routes):  # noqa: SIM102  # known at trace time, unlike the next
         if thread < rows:
-            route = gpu.load_ints(routes + Int64(slot + thread) * 4, 1)[0]
+            route = gpu.load_ints(args.routes + Int64(slot + thread) * 4, 1)[0]
             gpu.store_shared_int(s_info + INFO_HEADER_BYTES + thread * 4, route)
-    scales = [(first_scales, scale_pitch), (last_scales, scale_pitch)][: key.linears]
-    inputs = [(input_scales, input_scale_pitch)] if key.epilogue == "join" else []
-    biases = [(first_bias, bias_pitch), (last_bias, bias_pitch)][: key.linears]
-    tables = (scales + inputs + biases)[: key.tables]
+    tables = tile_tables(args, key)
     pair = thread & (BLOCK_CHANNELS // 2 - 1)
     for index in cutlass.range_constexpr(key.tables):
         table, pitch = tables[index]
@@ -173,34 +164,7 @@ def _load_info(
 
 
 @cute.kernel
-def _mma_kernel(
-    words: Int64,
-    first_image: Int64,
-    last_image: Int64,
-    entries: Int64,
-    entry_count: Int64,
-    routes: Int64,
-    out: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    input_scales: Int64,
-    first_bias: Int64,
-    last_bias: Int64,
-    stash: Int64,
-    weights: Int64,
-    law: Int64,
-    image_rows: Int32,
-    out_rows: Int32,
-    scale_pitch: Int32,
-    input_scale_pitch: Int32,
-    bias_pitch: Int32,
-    steps: Int32,
-    blocks: Int32,
-    top_k: Int32,
-    code_place: Int32,
-    factor: Float32,
-    key: Constexpr,
-):
+def _mma_kernel(args: GemmArguments, key: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     first_tile, _, _ = cute.arch.block_idx()
     tile_stride, _, _ = cute.arch.grid_dim()
@@ -215,75 +179,42 @@ def _mma_kernel(
     s_law = s_tables
     if cutlass.const_expr(key.law_bytes):
         s_law = shared.allocate_array(Uint32, key.law_bytes // 4, byte_alignment=128).toint()
-    fill_law(law, s_law, thread, _THREADS, key)  # seen after the barrier before the first step
-    g_stash = stash + Int64(first_tile) * key.stash_bytes
+    fill_law(args.law, s_law, thread, _THREADS, key)  # seen after the barrier before the first step
+    g_stash = args.stash + Int64(first_tile) * key.stash_bytes
     r_sums = cute.make_rmem_tensor(cute.make_layout((key.block_rows // 2,)), Float32)
-    tiles = gpu.load_ints(entry_count, 1)[0] * blocks
+    tiles = gpu.load_ints(args.entry_count, 1)[0] * args.blocks
     for tile in cutlass.range(first_tile, tiles, tile_stride, unroll=1):
-        entry = gpu.load_ints(entries + Int64(tile // blocks) * (4 * ENTRY_WORDS), 4)
+        entry = gpu.load_ints(args.entries + Int64(tile // args.blocks) * (4 * ENTRY_WORDS), 4)
         expert, slot, rows, image_row = entry[0], entry[1], entry[2], entry[3]
-        codes = gpu.load_ints(entries + (Int64(tile // blocks) * ENTRY_WORDS + Int64(code_place)) * 4, 2)
-        block = tile % blocks
+        places = Int64(tile // args.blocks) * ENTRY_WORDS + Int64(args.code_place)
+        codes = gpu.load_ints(args.entries + places * 4, 2)
+        block = tile % args.blocks
         cute.arch.sync_threads()  # the tile before has done with its information
-        _load_info(
-            expert, slot, rows, image_row, block, routes, first_scales, last_scales, input_scales, first_bias,
-            last_bias, scale_pitch, input_scale_pitch, bias_pitch, s_info, thread, key,
-        )  # fmt: skip
+        _load_info(expert, slot, rows, image_row, block, args, s_info, thread, key)
         cute.arch.sync_threads()
-        fill_tables(s_info, s_tables, first_bias, last_bias, key)
+        fill_tables(s_info, s_tables, args, key)
         for linear in cutlass.range_constexpr(key.linears):
             share = column_share(key.rates[linear])
-            g_codes = words + Int64(codes[linear]) * CODE_UNIT + Int64(block) * share.row_bytes
-            g_rows = (first_image, last_image)[linear] + Int64(image_row) * PANEL_ROW_BYTES
+            g_codes = args.words + Int64(codes[linear]) * CODE_UNIT + Int64(block) * share.row_bytes
+            g_rows = (args.first_image, args.last_image)[linear] + Int64(image_row) * PANEL_ROW_BYTES
             _accumulate(
-                r_sums, g_rows, g_codes, s_rows, s_codes, s_law, image_rows, blocks, steps, rows, thread,
+                r_sums, g_rows, g_codes, s_rows, s_codes, s_law, args.image_rows, args.blocks, args.steps, rows, thread,
                 key.half_bits[linear], key,
             )  # fmt: skip
             if cutlass.const_expr(linear + 1 < key.linears):
                 keep_gate(r_sums, s_sums, s_tables, s_info, g_stash, key)
         if cutlass.const_expr(key.epilogue == "join"):
-            finish_join(r_sums, s_sums, s_tables, s_info, g_stash, out, out_rows, key)
+            finish_join(r_sums, s_sums, s_tables, s_info, g_stash, args, key)
         else:
-            finish_rows(r_sums, s_sums, s_tables, s_info, out, blocks, weights, top_k, factor, key)
+            finish_rows(r_sums, s_sums, s_tables, s_info, args, key)
 
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _mma_host(
-    words: Int64,
-    first_image: Int64,
-    last_image: Int64,
-    entries: Int64,
-    entry_count: Int64,
-    routes: Int64,
-    out: Int64,
-    first_scales: Int64,
-    last_scales: Int64,
-    input_scales: Int64,
-    first_bias: Int64,
-    last_bias: Int64,
-    stash: Int64,
-    weights: Int64,
-    law: Int64,
-    image_rows: Int32,
-    out_rows: Int32,
-    scale_pitch: Int32,
-    input_scale_pitch: Int32,
-    bias_pitch: Int32,
-    steps: Int32,
-    blocks: Int32,
-    top_k: Int32,
-    code_place: Int32,
-    thread_blocks: Int32,
-    factor: Float32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
-    _mma_kernel(
-        words, first_image, last_image, entries, entry_count, routes, out,
-        first_scales, last_scales, input_scales, first_bias, last_bias, stash, weights, law, image_rows, out_rows,
-        scale_pitch, input_scale_pitch, bias_pitch, steps, blocks, top_k, code_place, factor, key,
-    ).launch(grid=[thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+def _mma_host(args: GemmArguments, key: Constexpr, stream: cuda.CUstream):
+    _mma_kernel(args, key).launch(
+        grid=[args.thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+    )
 
 
 def build(key: PrefillMmaKey, options: str) -> Any:
@@ -294,8 +225,6 @@ def build(key: PrefillMmaKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of the arguments of `prefill_gemm.build`'s.
+        A callable of `GemmArguments` and a stream.
     """
-    addresses = [Int64(0)] * 15
-    numbers = [Int32(1)] * 10
-    return cute.compile(_mma_host, *addresses, *numbers, Float32(1.0), key, cuda.CUstream(0), options=options)
+    return cute.compile(_mma_host, blank(GemmArguments), key, cuda.CUstream(0), options=options)

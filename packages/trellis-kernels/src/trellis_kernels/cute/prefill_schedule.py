@@ -19,6 +19,8 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64
 
 from trellis_kernels.cute import gemm_primitives as gpu
+from trellis_kernels.cute.argument_tuples import blank
+from trellis_kernels.cute.prefill_arguments import ScheduleArguments
 from trellis_kernels.cute.prefill_key import CODE_UNIT, ENTRY_CODES, ENTRY_WORDS, ROW_UNIT, PrefillScheduleKey
 from trellis_kernels.cute.window import LANES
 
@@ -38,40 +40,30 @@ def _count_through(count: Int32, lane: Int32) -> Int32:
 
 
 @cute.kernel
-def _schedule_kernel(
-    counts: Int64,
-    offsets: Int64,
-    first_descriptors: Int64,
-    last_descriptors: Int64,
-    third_descriptors: Int64,
-    entries: Int64,
-    entry_count: Int64,
-    experts: Int32,
-    first_slot: Int32,
-    end_slot: Int32,
-    first_half_bits: Int32,
-    last_half_bits: Int32,
-    most_units: Constexpr,
-):
+def _schedule_kernel(args: ScheduleArguments, most_units: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
     s_totals = cute.arch.alloc_smem(Int32, LANES).toint()
     base = Int32(0)
-    for group in cutlass.range((experts + (_THREADS - 1)) // _THREADS, unroll=1):
+    for group in cutlass.range((args.experts + (_THREADS - 1)) // _THREADS, unroll=1):
         expert = group * _THREADS + thread
-        known = cutlass.min(expert, experts - 1)
-        count = gpu.load_ints(counts + Int64(known) * 4, 1)[0]
-        offset = gpu.load_ints(offsets + Int64(known) * 4, 1)[0]
+        known = cutlass.min(expert, args.experts - 1)
+        count = gpu.load_ints(args.counts + Int64(known) * 4, 1)[0]
+        offset = gpu.load_ints(args.offsets + Int64(known) * 4, 1)[0]
         descriptors = [
             gpu.load_longs(table + Int64(known) * _DESCRIPTOR_BYTES, 2)
-            for table in (first_descriptors, last_descriptors, third_descriptors)
+            for table in (args.first_descriptors, args.last_descriptors, args.third_descriptors)
         ]
         rates = [Int32(descriptor[1]) for descriptor in descriptors]
         codes = [Int32(descriptor[0] // _UNIT_WORDS) for descriptor in descriptors]
-        begin = cutlass.max(offset, first_slot)
-        rows = cutlass.max(cutlass.min(offset + count, end_slot) - begin, 0)
-        fits = Int32(expert < experts) * Int32(rates[0] == first_half_bits) * Int32(rates[1] == last_half_bits)
+        begin = cutlass.max(offset, args.first_slot)
+        rows = cutlass.max(cutlass.min(offset + count, args.end_slot) - begin, 0)
+        fits = (
+            Int32(expert < args.experts)
+            * Int32(rates[0] == args.first_half_bits)
+            * Int32(rates[1] == args.last_half_bits)
+        )
         rows = rows * fits
         units = (rows + (ROW_UNIT - 1)) // ROW_UNIT
         blocks = (units + (most_units - 1)) // most_units
@@ -89,37 +81,19 @@ def _schedule_kernel(
         for block in cutlass.range(blocks, unroll=1):
             block_rows = (small + Int32(block < larger)) * ROW_UNIT
             slot = begin + row
-            g_entry = entries + Int64(first + block) * (4 * ENTRY_WORDS)
-            gpu.store_words(g_entry, [expert, slot, cutlass.min(block_rows, rows - row), slot - first_slot])
+            g_entry = args.entries + Int64(first + block) * (4 * ENTRY_WORDS)
+            gpu.store_words(g_entry, [expert, slot, cutlass.min(block_rows, rows - row), slot - args.first_slot])
             gpu.store_words(g_entry + 4 * ENTRY_CODES, [*codes, Int32(0)])
             row = row + block_rows
         base = base + cute.arch.shuffle_sync(totals, LANES - 1)
     if thread == 0:
-        gpu.store_words(entry_count, [base])
+        gpu.store_words(args.entry_count, [base])
 
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _schedule_host(
-    counts: Int64,
-    offsets: Int64,
-    first_descriptors: Int64,
-    last_descriptors: Int64,
-    third_descriptors: Int64,
-    entries: Int64,
-    entry_count: Int64,
-    experts: Int32,
-    first_slot: Int32,
-    end_slot: Int32,
-    first_half_bits: Int32,
-    last_half_bits: Int32,
-    most_units: Constexpr,
-    stream: cuda.CUstream,
-):
-    _schedule_kernel(
-        counts, offsets, first_descriptors, last_descriptors, third_descriptors, entries, entry_count, experts,
-        first_slot, end_slot, first_half_bits, last_half_bits, most_units,
-    ).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)  # fmt: skip
+def _schedule_host(args: ScheduleArguments, most_units: Constexpr, stream: cuda.CUstream):
+    _schedule_kernel(args, most_units).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
 def build(key: PrefillScheduleKey, options: str) -> Any:
@@ -130,7 +104,7 @@ def build(key: PrefillScheduleKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of (7 addresses, 5 numbers, stream) in the order of the host function above.
+        A callable of `ScheduleArguments` and a stream.
     """
     units = key.block_rows // ROW_UNIT
-    return cute.compile(_schedule_host, *[Int64(0)] * 7, *[Int32(1)] * 5, units, cuda.CUstream(0), options=options)
+    return cute.compile(_schedule_host, blank(ScheduleArguments), units, cuda.CUstream(0), options=options)

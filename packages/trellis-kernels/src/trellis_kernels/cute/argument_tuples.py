@@ -1,0 +1,38 @@
+"""Owns the arguments of a launch as one tuple that host function, kernels and callers share.  It must not know kernels.
+
+A kernel states them once, as a `NamedTuple` whose annotations are the DSL's numbers.  The compiled function takes them
+as so many numbers in that order, and the stream after them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+
+__all__ = ["blank", "filled", "kinds"]
+
+Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
+
+
+@lru_cache
+def kinds(arguments: type[tuple[Any, ...]]) -> dict[str, Any]:
+    """The DSL's number for each field, in order."""
+    return get_type_hints(arguments)
+
+
+def blank(arguments: type[Arguments]) -> Arguments:
+    """Arguments to compile with, or to write over."""
+    return arguments(*(kind(0) for kind in kinds(arguments).values()))
+
+
+def filled(arguments: type[Arguments], **values: torch.Tensor | int | float | None) -> Arguments:
+    """Arguments of a launch: a tensor stands for its address, None for address 0, and what is not given is 0."""
+    return arguments(*(kind(_number(values.get(name))) for name, kind in kinds(arguments).items()))
+
+
+def _number(value: torch.Tensor | int | float | None) -> int | float:
+    if value is None:
+        return 0
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
