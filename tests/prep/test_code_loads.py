@@ -75,7 +75,7 @@ def test_planned_reads_are_those_made_one_by_one(
             expected, out = np.empty(load.nbytes, dtype=np.uint8), buffers[number % 2]
             for read in load.reads:
                 read.fill(expected[read.first : read.first + read.nbytes])
-            assert sum(move.target.numel() for move in load.moves) == load.nbytes
+            assert sum(move.nbytes for move in load.moves) == load.nbytes
             out.fill(0xA5)
             reads = load.planned(out.ctypes.data)
             assert reads is not None

@@ -33,12 +33,10 @@ def test_each_byte_is_written_once(max_bytes: int, blocks: int, gated: bool) -> 
             slot[:] = 0xA5
             read.fill(slot[read.first : read.first + read.nbytes])
             place += read.nbytes
-        assert place == load.nbytes == sum(move.target.numel() for move in load.moves)
-        assert [move.first for move in load.moves] == list(
-            np.cumsum([0] + [move.target.numel() for move in load.moves[:-1]])
-        )
+        assert place == load.nbytes == sum(move.nbytes for move in load.moves)
+        assert [move.first for move in load.moves] == list(np.cumsum([0] + [move.nbytes for move in load.moves[:-1]]))
         for move in load.moves:
-            move.target.add_(1)
+            move.part.add_(1)
         total += load.nbytes
     assert total == plan.layout.total_bytes
     for name, tensor in hits.items():
@@ -62,6 +60,15 @@ def test_codes_of_a_batch_go_in_one_copy_per_projection() -> None:
     codes = [load for load in loads if load.name.startswith("codes")]
     assert [load.name for load in codes] == ["codes of experts 0..4", "codes of experts 4..8"]
     assert [(len(load.reads), len(load.moves)) for load in codes] == [(12, 3), (12, 3)]
+
+
+def test_tables_come_between_codes() -> None:
+    source, weights = random_layer(experts=8)
+    plan = plan_preparation(source, staging=TrellisStaging(max_experts=1))
+    loads = share_loads(plan, weights, allocate(plan.layout, torch.device("cpu")))
+    kinds = ["codes" if load.name.startswith("codes") else load.name.split(" ")[0] for load in loads]
+    tables = ["descriptors", "input_scales", "intermediate_scales", "output_scales"]
+    assert kinds == [kind for table in tables for kind in ("codes", "codes", table)]
 
 
 def test_row_longer_than_a_slot_is_cut() -> None:

@@ -71,6 +71,17 @@ def test_slot_is_lent_again_only_when_its_copy_has_ended() -> None:
         assert (view == POISON_BYTE).all()
 
 
+def test_a_span_is_the_address_of_bytes_that_are_lent() -> None:
+    with SlotRing(2, 8, device=None) as ring:
+        first, second = ring.take(), ring.take()
+        assert second.span(0, 8) - first.span(3, 5) == 5
+        with pytest.raises(AssertionError):
+            first.span(4, 5)
+        ring.release(first, None)
+        with pytest.raises(PrepStateError, match="lent for one copy"):
+            first.span(0, 1)
+
+
 def test_cancelling_wakes_whoever_waits() -> None:
     with SlotRing(1, 8, device=None) as ring:
         ring.take()
@@ -96,6 +107,7 @@ def test_a_slot_is_ready_when_its_copy_has_completed() -> None:
         assert ring.ready()
         assert ring.ready()
         assert [ring.take(), ring.take()] == [second, first]
+        assert not copy.waits, "its end was seen"
         assert (second.array == POISON_BYTE).all()
         ring.release(first, None)
         ring.cancel()

@@ -39,7 +39,7 @@ def make_loads(target: torch.Tensor, count: int, size: int, log: list[Any] | Non
 
         half = size // 2
         reads = (Read(0, half, fill), Read(half, size - half, fill))
-        yield Load(f"load {number}", reads, (Move(0, target[number * size : (number + 1) * size]),))
+        yield Load(f"load {number}", reads, (Move(0, target, number * size, size),))
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -89,9 +89,9 @@ def test_reads_of_files_are_one_and_what_it_missed_is_filled(
     target = torch.zeros(3000, dtype=torch.uint8)
     reads = tuple(Read(n * 600, 600 - 200 * n, partial(fill, n)) for n in range(2))
     loads = [
-        FileLoad("whole", reads, (Move(0, target[:1000]),)),
-        Load("in memory", reads, (Move(0, target[1000:2000]),)),
-        FileLoad("small", reads[:1], (Move(0, target[2000:2600]),)),
+        FileLoad("whole", reads, (Move(0, target, 0, 1000),)),
+        Load("in memory", reads, (Move(0, target, 1000, 1000),)),
+        FileLoad("small", reads[:1], (Move(0, target, 2000, 600),)),
     ]
     with SlotRing(1, 1000, device=None) as ring:
         transfer(iter(loads), ring, CpuLane(), None)
@@ -113,7 +113,7 @@ def test_readers_fill_slots_at_a_time(slots: int, readers: int) -> None:
                 together.wait(10)  # every other thread is filling a slot too
                 out.fill(number + 1)
 
-            yield Load(f"load {number}", (Read(0, 10, fill),), (Move(0, target[10 * number : 10 * number + 10]),))
+            yield Load(f"load {number}", (Read(0, 10, fill),), (Move(0, target, 10 * number, 10),))
 
     moved: list[int] = []
     with SlotRing(slots, 10, device=None, poison=True) as ring:
@@ -185,7 +185,7 @@ def test_the_kernel_fills_what_lies_in_files_in_order(
                 view.read_box(box, out)
 
             runs = None if row % 5 == 0 else view.runs(box)
-            yield Load(f"{row}", (Read(0, 500, fill, runs),), (Move(0, target[row * 500 : row * 500 + 500]),))
+            yield Load(f"{row}", (Read(0, 500, fill, runs),), (Move(0, target, row * 500, 500),))
 
     with SlotRing(slots, 500, device=None, poison=True) as ring:
         transfer(loads(), ring, CpuLane(), moved.append, pollers=pollers, workers=not pollers)
@@ -205,7 +205,7 @@ class LateLane(CpuLane):
     def copy(self, slot: Slot, moves: Sequence[Move]) -> None:
         self.issued.append((slot, moves))
 
-    def mark(self) -> Completion:
+    def mark(self, slot: Slot) -> Completion:
         number = len(self.issued) - 1
 
         class End:
@@ -219,7 +219,7 @@ class LateLane(CpuLane):
                 assert self.gate.acquire(timeout=10)
                 slot, moves = self.issued[number]
                 for move in moves:
-                    move.target.copy_(slot._tensor[move.first : move.first + move.target.numel()])
+                    move.part.copy_(slot._tensor[move.first : move.first + move.nbytes])
 
         return End()
 

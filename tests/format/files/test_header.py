@@ -9,6 +9,7 @@ import os
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def test_a_library_written_file_is_described(tmp_path: Path) -> None:
     header = read_header(path)
     assert header.metadata == {"format": "np", "k": "v"}
     assert header.identity == FileIdentity.of(path.stat())
+    assert header.identity.is_of(path.stat())
+    for change in ({"device": -1}, {"inode": -1}, {"size": -1}, {"modified_ns": -1}):
+        assert not replace(header.identity, **change).is_of(path.stat())
     data = path.read_bytes()
     for name, array in arrays.items():
         entry = header.entries[name]

@@ -17,7 +17,8 @@ from trellis_format.files import pollers, reads
 from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
 from trellis_format.files.header import read_header
 from trellis_format.files.pollers import KernelReads, have_pollers, have_workers, open_pollers, open_workers
-from trellis_format.files.reads import plan_reads
+from trellis_format.files.reads import NUMBER_SHIFT, Reads, plan_reads
+from trellis_format.files.uring import CQE, SQE
 
 needs_pollers = pytest.mark.skipif(not have_pollers(), reason="this system has no io_uring that polls, or forbids it")
 
@@ -197,3 +198,29 @@ def test_a_system_that_has_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None
             assert have_workers() == (others and workers)
     for found in (have_pollers, have_workers):
         found.cache_clear()
+
+
+@pytest.mark.parametrize("first", [0, 50])
+@pytest.mark.parametrize("order", ["as written down", "mixed"])
+@pytest.mark.parametrize("few", [True, False])
+def test_completions_are_noted_wherever_and_in_whatever_order_they_come(few: bool, order: str, first: int) -> None:
+    rng = np.random.default_rng(5)
+    made = [Reads(np.zeros(count, dtype=SQE), np.arange(1, count + 1), np.arange(count)) for count in (7, 40)]
+    tickets = {reads.number: pollers.Ticket(reads) for reads in made}
+    ended = np.zeros(45, dtype=CQE)  # all but the last two of the second
+    ended["user_data"] = np.concatenate([reads.entries["user_data"] for reads in made])[:45]
+    ended["result"] = np.concatenate([reads.sizes for reads in made])[:45]
+    ended["result"][[3, 9, 44]] = 3, -errno.EIO, 0  # short, failed, at the end of its file
+    ended["flags"] = 1  # which say nothing of a read
+    if order == "mixed":
+        rng.shuffle(ended)
+    if few:
+        ring, cqes = object.__new__(pollers._Ring), np.zeros(64, dtype=CQE)
+        cqes[(first + np.arange(45)) % 64] = ended
+        ring._dones, ring._cqe_words = 64, memoryview(cqes).cast("B").cast("Q")
+        ring._note_few(first, 45, tickets)
+    else:
+        pollers._note_many(ended, tickets)
+    short, long = (tickets[reads.number] for reads in made)
+    assert (short.left, short.short, long.left, sorted(long.short)) == (0, [3], 2, [2, 37])
+    assert int(made[0].entries["user_data"][6]) == (made[0].number << NUMBER_SHIFT) + 6

@@ -12,7 +12,7 @@ from exl3_files import write_shard
 from trellis_format.files import reads
 from trellis_format.files.arrays import FileArray, FileRuns, ShardReader
 from trellis_format.files.header import read_header
-from trellis_format.files.reads import Reads, plan_reads
+from trellis_format.files.reads import NUMBER_SHIFT, Reads, plan_reads
 from trellis_format.files.uring import ASYNC, READ, READV
 
 
@@ -95,3 +95,30 @@ def test_long_runs_are_for_workers_and_neighbours_are_planned_at_a_time(
     shift = (entries["offset"][12:24].astype(np.int64) - entries["offset"][:12].astype(np.int64)).tolist()
     assert shift == [64] * 12
     assert plan_reads([], 0).entries.size == 0
+
+
+def test_pieces_of_a_long_run_are_even_and_end_at_lines(view: FileArray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "LONG_BYTES", 1)
+    whole = view.runs((slice(0, 12), slice(0, 30), slice(0, 16)))
+    for piece, sizes in ((11519, [5760] * 2), (11520, [11520]), (4000, [3840] * 3), (3900, [3840] * 3)):
+        monkeypatch.setattr(reads, "LONG_PIECE", piece)
+        assert plan_reads([whole], 0).sizes.tolist() == sizes
+    monkeypatch.setattr(reads, "LONG_PIECE", 2400)
+    assert plan_reads([whole], 64).sizes.tolist() == [2304] * 5
+    assert plan_reads([whole], 64).entries["address"].tolist() == [64 + 2304 * piece for piece in range(5)]
+
+
+@pytest.mark.parametrize("few", [1, 256])
+def test_entries_are_told_by_numbers_and_can_be_moved(
+    view: FileArray, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "_FEW", few)
+    planned = plan_reads([view.runs((slice(1, 12), slice(3, 7), slice(0, 16)))], 0)
+    moved = planned.at(64)
+    assert planned.number != moved.number
+    for made in (planned, moved):
+        assert made.entries["user_data"].tolist() == [(made.number << NUMBER_SHIFT) + index for index in range(11)]
+        assert list(made.counts) == made.sizes.tolist()
+        made.offsets[...] = np.arange(11)
+        assert bytes(made.raw) == made.entries.tobytes()
+        assert made.entries["offset"].tolist() == list(range(11))

@@ -72,7 +72,7 @@ class CacheFile:
                 for first in range(0, spec.nbytes, piece_bytes):
                     nbytes = min(piece_bytes, spec.nbytes - first)
                     read = partial(self._read, reader, begin + first, spec.name)
-                    moves = (Move(0, target[first : first + nbytes]),)
+                    moves = (Move(0, target, first, nbytes),)
                     yield Load(f"cached {spec.name} from byte {first}", (Read(0, nbytes, read),), moves)
         finally:
             reader.close()

@@ -6,9 +6,10 @@ planned once for each kind of batch; a further batch of the kind differs in file
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,10 @@ from trellis_prep.transfer import Read
 
 __all__ = ["CodeLoad", "CodeLoads"]
 
+_AHEAD = 512
+"""Reads whose places are worked out at a time: arrays of a few cost more to make than to fill in."""
+_Parts = list[tuple[int, tuple[int, int]]]  # a projection, and rows [first, end) of its tiles
+
 
 @dataclass(eq=False)
 class _Kind:
@@ -36,7 +41,7 @@ class _Kind:
         reads: into memory at 0, of the first such batch.
         linears: `[reads] int64`, the linear of each, counted from the batch's first.
         places: `[reads] int64`, its byte counted from the begin of its linear.
-        at: the same into memory at an address; a slot is used by one load at a time, so each has its own to write to.
+        at: `reads` into memory at an address; a slot is used by one load at a time, so each has its own to write to.
     """
 
     reads: Reads
@@ -64,9 +69,14 @@ class CodeLoads:
         self._kinds: dict[object, _Kind | None] = {}
         self._files, self._begins, self._descriptors = self._starts()
         self._one_file = len(set(map(id, self._files))) == 1
+        self._one_rate = bool((self._half_bits == self._half_bits[:1]).all())
 
     def __iter__(self) -> Iterator[CodeLoad]:
-        return (CodeLoad(self, batch) for batch in self._batches)
+        for key, alike in groupby(self._batches, self._key):
+            batches = list(alike)
+            if key not in self._kinds:
+                self._kinds[key] = self._kind(batches[0]) if self._files else None
+            yield from self._loads(self._kinds[key], self._parts(batches[0]), batches)
 
     @property
     def in_files(self) -> bool:
@@ -83,46 +93,49 @@ class CodeLoads:
                 yield Read(filled, nbytes, fill, self._reader.runs(expert, projection, first, end))
                 filled += nbytes
 
-    def moves(self, batch: Batch) -> Iterator[Move]:
+    def moves(self, batch: Batch, parts: _Parts) -> tuple[Move, ...]:
         """Where a batch goes: its experts are neighbours in the layout too, so one copy for each projection."""
         filled = 0
-        for projection, (first, end) in self._parts(batch):
+        moves: list[Move] = []
+        for projection, (first, end) in parts:
             sizes = self._row_bytes[batch.first : batch.end]
-            nbytes = (end - first) * sum(size[projection] for size in sizes)
+            nbytes = batch.nbytes if len(parts) == 1 else (end - first) * sum(size[projection] for size in sizes)
             place = self._places[batch.first][projection] * WORD_BYTES + first * sizes[0][projection]
-            yield Move(filled, self._codes[place : place + nbytes])
+            moves.append(Move(filled, self._codes, place, nbytes))
             filled += nbytes
+        return tuple(moves)
 
-    def planned(self, batch: Batch, address: int) -> Reads | None:
-        """The reads of a batch into memory; None where only `reads` knows them."""
-        if not self._files:
-            return None
-        key = batch.end - batch.first, batch.parts, self._half_bits[batch.first : batch.end].tobytes()
-        if key not in self._kinds:
-            self._kinds[key] = self._kind(batch)
-        if (kind := self._kinds[key]) is None:
-            return None
-        if (found := kind.at.get(address)) is None:
-            found = kind.at[address] = kind.reads.at(address)
-        linears = kind.linears + batch.first * self._projections
-        found.entries["offset"] = self._begins[linears] + kind.places
-        if not self._one_file:
-            found.entries["fd"] = self._descriptors[linears]
-        return found
-
-    def unchanged(self, batch: Batch) -> bool:
+    def unchanged(self, batch: Batch, parts: _Parts) -> bool:
         """Whether the files of a batch are as they were when they were opened; its bytes are counted if so."""
         if self._one_file:
             return self._files[0].count_if_unchanged(batch.nbytes)
         first, done = batch.first * self._projections, dict[ShardReader, int]()
-        for projection, (start, end) in self._parts(batch):
+        for projection, (start, end) in parts:
             for expert in range(batch.end - batch.first):
                 file = self._files[first + expert * self._projections + projection]
                 nbytes = (end - start) * self._row_bytes[batch.first + expert][projection]
                 done[file] = done.get(file, 0) + nbytes
         return all(file.count_if_unchanged(nbytes) for file, nbytes in done.items())
 
-    def _parts(self, batch: Batch) -> list[tuple[int, tuple[int, int]]]:
+    def _key(self, batch: Batch) -> object:
+        """What batches whose reads lie alike have in common."""
+        rates = None if self._one_rate else self._half_bits[batch.first : batch.end].tobytes()
+        return batch.end - batch.first, batch.parts, rates
+
+    def _loads(self, kind: _Kind | None, parts: _Parts, batches: Sequence[Batch]) -> Iterator[CodeLoad]:
+        """Loads of batches of a kind, with the bytes and files that their reads begin at."""
+        if kind is None:
+            yield from (CodeLoad(self, parts, batch) for batch in batches)
+            return
+        step = max(_AHEAD // max(len(kind.linears), 1), 1)
+        for first in range(0, len(batches), step):
+            some = batches[first : first + step]
+            linears = kind.linears + np.array([[batch.first * self._projections] for batch in some])
+            offsets = self._begins[linears] + kind.places
+            files = [None] * len(some) if self._one_file else self._descriptors[linears]
+            yield from map(CodeLoad, repeat(self), repeat(parts), some, repeat(kind), offsets, files)
+
+    def _parts(self, batch: Batch) -> _Parts:
         parts = [(0, count) for count in self._rows] if batch.parts is None else batch.parts
         return [(projection, part) for projection, part in enumerate(parts) if part[0] < part[1]]
 
@@ -155,20 +168,38 @@ class CodeLoads:
 
 
 class CodeLoad:
-    """A batch of codes; see `transfer.Load`."""
+    """A batch of codes; see `transfer.Load`.
 
-    def __init__(self, loads: CodeLoads, batch: Batch) -> None:
-        self._loads, self._batch = loads, batch
+    Attributes:
+        nbytes: bytes read and moved.
+
+    Args:
+        loads: of the share.
+        parts: the rows of tiles of each projection that it has some of.
+        batch: which.
+        kind: of its reads; None where they are to be made one after another.
+        offsets: `[reads] int64`, the bytes of files that they begin at.
+        files: `[reads] int64`, the descriptors; None where there is one file.
+    """
+
+    __slots__ = ("_batch", "_files", "_kind", "_loads", "_offsets", "_parts", "nbytes")
+
+    def __init__(
+        self,
+        loads: CodeLoads,
+        parts: _Parts,
+        batch: Batch,
+        kind: _Kind | None = None,
+        offsets: npt.NDArray[np.int64] | None = None,
+        files: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        self._loads, self._parts, self._batch, self.nbytes = loads, parts, batch, batch.nbytes
+        self._kind, self._offsets, self._files = kind, offsets, files
 
     @property
     def name(self) -> str:
         """For messages."""
         return f"codes of experts {self._batch.first}..{self._batch.end}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read and moved."""
-        return self._batch.nbytes
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -178,15 +209,22 @@ class CodeLoad:
     @property
     def moves(self) -> tuple[Move, ...]:
         """Where the bytes go."""
-        return tuple(self._loads.moves(self._batch))
+        return self._loads.moves(self._batch, self._parts)
 
     def planned(self, address: int) -> Reads | None:
         """All reads into memory; None where they are to be made one after another."""
-        return self._loads.planned(self._batch, address)
+        if (kind := self._kind) is None:
+            return None
+        if (found := kind.at.get(address)) is None:
+            found = kind.at[address] = kind.reads.at(address)
+        found.offsets[...] = self._offsets
+        if self._files is not None:
+            found.entries["fd"] = self._files
+        return found
 
     def unread(self, short: set[int]) -> list[Read]:
         """What is to be read again; see `transfer.Load.unread`."""
-        if not short and self._loads.unchanged(self._batch):
+        if not short and self._loads.unchanged(self._batch, self._parts):
             return []
         reads = self.reads
         return [reads[index] for index in check_parts([read.runs for read in reads if read.runs is not None], short)]

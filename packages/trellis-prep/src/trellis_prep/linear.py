@@ -226,7 +226,7 @@ def _loads(plan: LinearPlan, linear: StoredLinear, tensors: Mapping[str, torch.T
 
 
 def _load(name: str, fill: partial[None], target: torch.Tensor) -> Load:
-    return Load(name, (Read(0, target.numel(), fill),), (Move(0, target),))
+    return Load(name, (Read(0, target.numel(), fill),), (Move(0, target, 0, target.numel()),))
 
 
 def _copy(part: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:

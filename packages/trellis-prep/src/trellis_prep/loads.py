@@ -5,8 +5,9 @@ It must not know threads or devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ from trellis_prep.transfer import AnyLoad, Load, Read
 
 __all__ = ["flat_bytes", "lies_in_files", "share_loads"]
 
+_APART = 2
+"""Batches of codes before each load of a table, so that they are read and copied while a thread fills that."""
+
 
 def share_loads(
     plan: PreparationPlan, weights: TrellisWeights, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[AnyLoad]:
-    """The loads of a share: its tables, then its codes, batch by batch.
+    """The loads of a share: its codes, batch by batch, and between the first of them its tables.
 
     Args:
         plan: the share, its batches and slots.
@@ -37,10 +41,17 @@ def share_loads(
     Yields:
         Loads that fit a slot of the plan; together they write every byte of every tensor once.
     """
-    for name, table in table_rows(weights, plan.layout).items():
-        yield from _table_loads(name, table, flat_bytes(tensors[name]), plan.slot_bytes)
-    if plan.batches:
-        yield from CodeLoads(plan, weights, flat_bytes(tensors["codes"]))
+    tables = (
+        load
+        for name, table in table_rows(weights, plan.layout).items()
+        for load in _table_loads(name, table, flat_bytes(tensors[name]), plan.slot_bytes)
+    )
+    codes: Iterable[AnyLoad] = CodeLoads(plan, weights, flat_bytes(tensors["codes"])) if plan.batches else ()
+    for number, load in enumerate(codes, 1):
+        yield load
+        if not number % _APART:
+            yield from islice(tables, 1)
+    yield from tables
 
 
 def lies_in_files(plan: PreparationPlan, weights: TrellisWeights) -> bool:
@@ -68,7 +79,7 @@ def _table_loads(name: str, rows: npt.NDArray[Any], target: torch.Tensor, slot_b
             yield Load(
                 f"{name} of rows {top}..{top + part.shape[0]}",
                 (Read(0, part.nbytes, partial(_copy_rows, part)),),
-                (Move(0, target[place : place + part.nbytes]),),
+                (Move(0, target, place, part.nbytes),),
             )
 
 

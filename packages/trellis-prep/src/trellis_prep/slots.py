@@ -63,6 +63,16 @@ class Slot:
         self._check_lent()
         return self._tensor
 
+    def span(self, first: int, nbytes: int) -> int:
+        """The address of bytes [first, first + nbytes).
+
+        Raises:
+            PrepStateError: if the slot is not lent.
+        """
+        self._check_lent()
+        assert first + nbytes <= self._array.size
+        return self.address + first
+
     def settle(self, *, poison: bool) -> None:
         """Wait for the copy from this slot, then overwrite it where asked.
 
@@ -159,15 +169,25 @@ class SlotRing:
         Raises:
             PrepDeviceError: if a copy failed.
         """
-        if self._first is None and not self._cancelled and not self._free.empty():  # which is cheap to ask
-            with contextlib.suppress(queue.Empty):
-                self._first = self._free.get_nowait()
-        if self._first is None:
-            return False
+        first = self._first
+        if first is None:
+            if self._cancelled or self._free.empty():  # which is cheap to ask
+                return False
+            try:
+                first = self._first = self._free.get_nowait()
+            except queue.Empty:
+                return False
+            if first is None:
+                return False
+        if first.copied is None:
+            return True
         try:
-            return self._first.copied is None or self._first.copied.query()
+            if not first.copied.query():
+                return False
         except RuntimeError as error:
             raise PrepDeviceError(f"a copy out of a staging slot failed: {error}") from error
+        first.copied = None  # so that it is not waited for again
+        return True
 
     def release(self, slot: Slot, copied: Completion | None) -> None:
         """Give a slot back.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from trellis_prep.errors import PrepTypeError, PrepValueError
 
@@ -50,8 +54,7 @@ class TrellisStaging:
                 raise PrepValueError(f"staging {name} must be positive, got {value}")
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What passes through one slot: consecutive experts, whole or one projection of them, or a part of one expert.
 
     Attributes:
@@ -100,16 +103,17 @@ def plan_batches(
     Raises:
         PrepValueError: if an expert does not fit the bound ("insufficient"); names the expert, both numbers.
     """
-    expert_bytes = [sum(count * size for count, size in zip(rows, sizes, strict=True)) for sizes in row_bytes]
+    linear_bytes = np.asarray(row_bytes, dtype=np.int64).reshape(-1, len(rows)) * np.array(rows, dtype=np.int64)
+    expert_bytes: list[int] = linear_bytes.sum(axis=1).tolist()
     largest = max(expert_bytes, default=0)
     if largest > staging.max_bytes:
         raise PrepValueError(
             f"staging of {staging.max_bytes} bytes is insufficient: expert {expert_bytes.index(largest)} takes "
             f"{largest} bytes; give max_bytes of at least {largest} ({2 * largest} for two slots that hold one each)"
         )
-    longest = max((max(sizes) for sizes in row_bytes), default=0)
-    if slots is not None and (plan := _plan_projections(rows, row_bytes, staging, slots)) is not None:
+    if slots is not None and (plan := _plan_projections(rows, linear_bytes, staging, slots)) is not None:
         return plan
+    longest = max((max(sizes) for sizes in row_bytes), default=0)
     most = SLOTS_PER_READER * readers if slots is None else slots
     slots = next(count for count in range(most, 0, -1) if count == 1 or staging.max_bytes // count >= longest)
     if (whole := staging.max_bytes // max(largest, 1)) > readers:
@@ -136,11 +140,10 @@ def plan_batches(
 
 
 def _plan_projections(
-    rows: Sequence[int], row_bytes: Sequence[Sequence[int]], staging: TrellisStaging, slots: int
+    rows: Sequence[int], linear_bytes: npt.NDArray[np.int64], staging: TrellisStaging, slots: int
 ) -> BatchPlan | None:
     """Batches of linears of one projection, neighbours in the layout; None where linears are small or few fit."""
-    bytes_of = [[count * size for count, size in zip(rows, sizes, strict=True)] for sizes in row_bytes]
-    largest = max((max(each) for each in bytes_of), default=0)
+    largest = int(np.max(linear_bytes, initial=0))
     if largest < LARGE_LINEAR or staging.max_bytes < LEAST_SLOTS * largest:
         return None
     room = max(staging.max_bytes // (MANY_SLOTS * largest), 1) * largest
@@ -148,12 +151,12 @@ def _plan_projections(
     for index in range(len(rows)):
         parts = tuple((0, count if place == index else 0) for place, count in enumerate(rows))
         first = size = 0
-        for expert, each in enumerate(bytes_of):
-            if expert > first and (size + each[index] > room or expert - first == staging.max_experts):
+        for expert, nbytes in enumerate(linear_bytes[:, index].tolist()):
+            if expert > first and (size + nbytes > room or expert - first == staging.max_experts):
                 batches.append(Batch(first, expert, size, parts))
                 first, size = expert, 0
-            size += each[index]
-        batches.append(Batch(first, len(bytes_of), size, parts))
+            size += nbytes
+        batches.append(Batch(first, len(linear_bytes), size, parts))
     most = max(batch.nbytes for batch in batches)
     return BatchPlan(tuple(batches), min(slots, staging.max_bytes // most, len(batches)), most)
 

@@ -245,7 +245,8 @@ def _poll(feed: _Feed, ring: SlotRing, lane: CopyLane, kernel: KernelReads, told
         flying.popleft()
         if ticket is not None:
             kernel.wait(ticket)  # which forgets it
-        if not _fill(load.reads if ticket is None else load.unread(ticket.short_parts()), slot, ring):
+        left = load.reads if ticket is None else load.unread(ticket.short_parts())
+        if left and not _fill(left, slot, ring):
             return
         _copy(load, slot, ring, lane)
         told(load)
@@ -277,7 +278,7 @@ def _fill(reads: Sequence[Read], slot: Slot, ring: SlotRing) -> bool:
 def _copy(load: AnyLoad, slot: Slot, ring: SlotRing, lane: CopyLane) -> None:
     try:
         lane.copy(slot, load.moves)
-        copied = lane.mark()
+        copied = lane.mark(slot)
     except RuntimeError as error:
         raise PrepDeviceError(f"{load.name}: the copy of {load.nbytes} bytes failed: {error}") from error
     ring.release(slot, copied)

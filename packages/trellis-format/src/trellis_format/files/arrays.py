@@ -5,7 +5,6 @@ Reads are positional (`pread`), so that a reader holds no more than what it aske
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trellis_format.errors import FormatTypeError, FormatValueError
-from trellis_format.files.header import FileIdentity, ShardHeader, TensorEntry
+from trellis_format.files.header import ShardHeader, TensorEntry
 from trellis_format.files.uring import thread_ring
 
 __all__ = ["ArrayView", "FileArray", "FileRuns", "MemoryArray", "ShardReader"]
@@ -192,10 +191,10 @@ class ShardReader:
                 if length and read(descriptor, (part := out[done : done + length],), offset) != length:
                     self._continue(descriptor, offset, part, tensor)
                 done += length
-            identity = FileIdentity.of(os.fstat(descriptor))
+            same = self.header.identity.is_of(os.fstat(descriptor))
         except OSError as error:
             raise self._refuse(f"cannot be read at byte {offset}: {error.strerror or error}", tensor) from error
-        if identity != self.header.identity:
+        if not same:
             raise self._refuse("the file changed while it was read", tensor)
         with self._lock:
             self.bytes_read += done
@@ -218,12 +217,14 @@ class ShardReader:
 
     def count_if_unchanged(self, nbytes: int) -> bool:
         """Count bytes that were read through `descriptor`, unless the file changed since its header was read."""
-        with contextlib.suppress(OSError):
-            if FileIdentity.of(os.fstat(self.descriptor())) == self.header.identity:
-                with self._lock:
-                    self.bytes_read += nbytes
-                return True
-        return False
+        try:
+            same = self.header.identity.is_of(os.fstat(self.descriptor()))
+        except OSError:
+            same = False
+        if same:
+            with self._lock:
+                self.bytes_read += nbytes
+        return same
 
     def descriptor(self) -> int:
         """The open file, for positional reads; `count_if_unchanged` belongs after them.
@@ -238,7 +239,7 @@ class ShardReader:
                 except OSError as error:
                     raise self._refuse(f"cannot be opened: {error.strerror or error}", None) from error
                 self._finalizer = weakref.finalize(self, os.close, descriptor)
-                if FileIdentity.of(os.fstat(descriptor)) != self.header.identity:
+                if not self.header.identity.is_of(os.fstat(descriptor)):
                     self._finalizer()
                     self._finalizer = None
                     raise self._refuse("the file changed after its header was read", None)

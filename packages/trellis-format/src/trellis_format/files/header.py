@@ -68,6 +68,15 @@ class FileIdentity:
         """The identity that a stat result shows."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
+    def is_of(self, status: os.stat_result) -> bool:
+        """Whether a stat result shows this identity; it is asked after each read of many, so no other one is made."""
+        return (
+            status.st_mtime_ns == self.modified_ns
+            and status.st_size == self.size
+            and status.st_ino == self.inode
+            and status.st_dev == self.device
+        )
+
 
 @dataclass(frozen=True)
 class ShardHeader:

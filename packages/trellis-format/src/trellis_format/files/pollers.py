@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from trellis_format.files.reads import Reads
+from trellis_format.files.reads import NUMBER_SHIFT, Reads
 from trellis_format.files.uring import CQE, SQE, enter_ring, set_up_ring
 
 __all__ = ["KernelReads", "Ticket", "have_pollers", "have_workers", "open_pollers", "open_workers"]
@@ -36,8 +36,6 @@ _IDLE_MS = 2
 _NEED_WAKEUP, _WAKEUP, _GETEVENTS = 1, 1 << 1, 1
 _FEW = 24
 """Completions up to which a loop over them is faster than arrays."""
-_MANY = 256
-"""Reads up to which a list of their sizes is worth to be made."""
 _SPINS = 4
 """Looks without news from workers after which the thread sleeps until there are some: to look on takes from those who
 copy."""
@@ -45,7 +43,8 @@ _POLLER_SPINS = 40
 """The same of pollers, whose news wake nobody, so that the thread sleeps for a moment."""
 _LEAST_NEWS = 4
 _NAP_SECONDS = 100e-6
-_TICKET_BITS = 32
+_COUNTS = (1 << NUMBER_SHIFT) - 1
+_WORD = 0xFFFFFFFF
 
 
 class Ticket:
@@ -54,13 +53,15 @@ class Ticket:
     Attributes:
         reads: what they are.
         left: how many have not ended.
+        counts: bytes of each.
         short: indices of those that read less than their bytes.
     """
 
-    def __init__(self, reads: Reads, number: int) -> None:
-        self.reads, self.number = reads, number
-        self.left = len(reads.entries)
-        self.sizes = reads.sizes.tolist() if self.left <= _MANY else reads.sizes
+    __slots__ = ("counts", "left", "reads", "short")
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads, self.counts = reads, reads.counts
+        self.left = len(self.counts)
         self.short: list[int] = []
 
     @property
@@ -93,8 +94,9 @@ class _Ring:
         self._words = memoryview(self._rings).cast("I")
         self._entries, self._dones = params[0], params[1]
         np.frombuffer(self._rings, np.uint32, params[0], sq[6])[:] = np.arange(params[0])
-        self._sqes = np.frombuffer(self._memory, SQE, params[0])
         self._cqes = np.frombuffer(self._rings, CQE, params[1], cq[5])
+        self._sqe_bytes = memoryview(self._memory)
+        self._cqe_words = memoryview(self._cqes).cast("B").cast("Q")  # two each: user_data; result and flags
         self._sq_tail, self._sq_flags, self._cq_head, self._cq_tail = sq[1] // 4, sq[4] // 4, cq[0] // 4, cq[1] // 4
         self._tail, self._head = self._words[self._sq_tail], self._words[self._cq_head]
         self._unseen = self.flying = 0
@@ -104,15 +106,14 @@ class _Ring:
         """Reads that it can take now."""
         return self._entries - self.flying
 
-    def push(self, entries: npt.NDArray[np.void]) -> None:
+    def push(self, reads: Reads, begin: int, count: int) -> None:
         """Write reads down, at most as many as there is room for; `commit` starts them."""
-        count, first = len(entries), self._tail & (self._entries - 1)
-        if first + count <= self._entries:
-            self._sqes[first : first + count] = entries
-        else:
-            split = self._entries - first
-            self._sqes[first:], self._sqes[: count - split] = entries[:split], entries[split:]
-        self._tail = (self._tail + count) & 0xFFFFFFFF
+        first, bytes_of, size = self._tail & (self._entries - 1), reads.raw, SQE.itemsize
+        fit = min(count, self._entries - first)
+        self._sqe_bytes[first * size : (first + fit) * size] = bytes_of[begin * size : (begin + fit) * size]
+        if fit < count:
+            self._sqe_bytes[: (count - fit) * size] = bytes_of[(begin + fit) * size : (begin + count) * size]
+        self._tail = (self._tail + count) & _WORD
         self._unseen += count
         self.flying += count
 
@@ -139,43 +140,55 @@ class _Ring:
 
     def ended(self, tickets: dict[int, Ticket]) -> bool:
         """Note what has ended; whether anything has."""
-        count = (self._words[self._cq_tail] - self._head) & 0xFFFFFFFF
+        count = (self._words[self._cq_tail] - self._head) & _WORD
         if not count:
             return False
         first = self._head & (self._dones - 1)
-        found = self._cqes[first : first + count]
-        if len(found) < count:
-            found = np.concatenate((found, self._cqes[: count - len(found)]))
-        users = found["user_data"].astype(np.int64)
-        breaks = [] if count <= _FEW else (np.flatnonzero(np.diff(users) != 1) + 1).tolist()
-        if count <= _FEW or len(breaks) * _FEW > count:  # out of order, as workers are
-            for user, result in zip(users.tolist(), found["result"].tolist(), strict=True):
-                ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
-                if result != ticket.sizes[index]:
-                    ticket.short.append(index)
-                ticket.left -= 1
+        if count <= _FEW:
+            self._note_few(first, count, tickets)
         else:
-            _note_stretches(users, found["result"], breaks, tickets)
-        self._head = (self._head + count) & 0xFFFFFFFF
+            found = self._cqes[first : first + count]
+            if len(found) < count:
+                found = np.concatenate((found, self._cqes[: count - len(found)]))
+            _note_many(found, tickets)
+        self._head = (self._head + count) & _WORD
         self._words[self._cq_head] = self._head
         self.flying -= count
         return True
 
+    def _note_few(self, first: int, count: int, tickets: dict[int, Ticket]) -> None:
+        words, mask = self._cqe_words, self._dones - 1
+        for place in range(first, first + count):
+            at = 2 * (place & mask)
+            user = words[at]
+            ticket, index = tickets[user >> NUMBER_SHIFT], user & _COUNTS
+            if words[at + 1] & _WORD != ticket.counts[index]:  # an errno is below zero, so above any size here
+                ticket.short.append(index)
+            ticket.left -= 1
+
     def close(self) -> None:
         """Free it; a thread of the kernel lives as long as its memory is mapped."""
-        self._words.release()
-        for name in ("_sqes", "_cqes", "_rings", "_memory"):
+        for view in (self._words, self._sqe_bytes, self._cqe_words):
+            view.release()
+        for name in ("_cqes", "_rings", "_memory"):
             delattr(self, name)
         self._close()
 
 
-def _note_stretches(
-    users: npt.NDArray[np.int64], results: npt.NDArray[np.int32], breaks: list[int], tickets: dict[int, Ticket]
-) -> None:
+def _note_many(found: npt.NDArray[np.void], tickets: dict[int, Ticket]) -> None:
     """Note completions by stretches that ended in the order in which they were written down, as those of pollers do."""
+    users, results = found["user_data"].astype(np.int64), found["result"]
+    breaks = (np.flatnonzero(np.diff(users) != 1) + 1).tolist()
+    if len(breaks) * _FEW > len(users):  # out of order, as workers are
+        for user, result in zip(users.tolist(), results.tolist(), strict=True):
+            ticket, index = tickets[user >> NUMBER_SHIFT], user & _COUNTS
+            if result != ticket.counts[index]:
+                ticket.short.append(index)
+            ticket.left -= 1
+        return
     for start, end in pairwise([0, *breaks, len(users)]):
         user = int(users[start])
-        ticket, index = tickets[user >> _TICKET_BITS], user & 0xFFFFFFFF
+        ticket, index = tickets[user >> NUMBER_SHIFT], user & _COUNTS
         bad = np.flatnonzero(results[start:end] != ticket.reads.sizes[index : index + end - start])
         ticket.short += (bad + index).tolist()
         ticket.left -= end - start
@@ -192,9 +205,10 @@ class KernelReads:
 
     def __init__(self, rings: Sequence[_Ring]) -> None:
         self._rings = list(rings)
+        self._only = rings[0] if len(rings) == 1 else None
         self._tickets: dict[int, Ticket] = {}
         self._waiting: deque[tuple[Ticket, int]] = deque()  # and the first read that is not written down
-        self._numbers = self._next = self._looks = 0
+        self._next = self._looks = 0
 
     def __enter__(self) -> KernelReads:
         return self
@@ -206,17 +220,15 @@ class KernelReads:
         """Start reads.
 
         Args:
-            reads: what to read, whose `user_data` is written; the caller holds the memory that they write to.
+            reads: what to read, whose `user_data` is written, and which are not started again before they have ended;
+                the caller holds the memory that they write to.
         """
-        self._numbers += 1
-        ticket = Ticket(reads, self._numbers)
-        if ticket.left:
-            self._tickets[ticket.number] = ticket
-            first = ticket.number << _TICKET_BITS
-            reads.entries["user_data"] = np.arange(first, first + ticket.left)
-            only = self._rings[0]
-            if len(self._rings) == 1 and not self._waiting and only.room >= ticket.left:
-                only.push(reads.entries)
+        ticket = Ticket(reads)
+        if count := ticket.left:
+            self._tickets[reads.number] = ticket
+            only = self._only
+            if only is not None and not self._waiting and only.room >= count:
+                only.push(reads, 0, count)
                 only.commit()
             else:
                 self._waiting.append((ticket, 0))
@@ -250,7 +262,7 @@ class KernelReads:
         """Wait until reads have ended."""
         while not ticket.done:
             self.look()
-        self._tickets.pop(ticket.number, None)
+        self._tickets.pop(ticket.reads.number, None)
 
     def close(self) -> None:
         """Wait for all reads, and free the rings."""
@@ -259,7 +271,7 @@ class KernelReads:
             self.look()
         for ring in self._rings:
             ring.close()
-        self._rings = []
+        self._rings, self._only = [], None
 
     def _feed(self) -> None:
         """Write down what waits, shared out over the rings in turn, as far as there is room."""
@@ -267,7 +279,7 @@ class KernelReads:
         while self._waiting:
             ticket, done = self._waiting[0]
             done = self._write_down(ticket, done, touched)
-            if done < len(ticket.reads.entries):
+            if done < len(ticket.counts):
                 self._waiting[0] = (ticket, done)
                 break
             self._waiting.popleft()
@@ -275,13 +287,13 @@ class KernelReads:
             self._rings[index].commit()
 
     def _write_down(self, ticket: Ticket, done: int, touched: set[int]) -> int:
-        entries, full = ticket.reads.entries, 0
-        share = -(-len(entries) // len(self._rings))
-        while done < len(entries) and full < len(self._rings):
+        reads, total, full = ticket.reads, len(ticket.counts), 0
+        share = -(-total // len(self._rings))
+        while done < total and full < len(self._rings):
             ring, index = self._rings[self._next], self._next
             self._next = (self._next + 1) % len(self._rings)
-            if count := min(share, ring.room, len(entries) - done):
-                ring.push(entries[done : done + count])
+            if count := min(share, ring.room, total - done):
+                ring.push(reads, done, count)
                 done, full = done + count, 0
                 touched.add(index)
             else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +13,19 @@ import numpy.typing as npt
 from trellis_format.files.arrays import FileRuns, ShardReader
 from trellis_format.files.uring import ASYNC, LONG_BYTES, READ, READV, SQE
 
-__all__ = ["LONG_PIECE", "Reads", "check_parts", "plan_reads"]
+__all__ = ["LONG_PIECE", "NUMBER_SHIFT", "Reads", "check_parts", "plan_reads"]
 
 LONG_PIECE = 512 << 10
-"""Bytes into which long runs are cut, so that several copy one."""
+"""Most bytes of the even pieces into which long runs are cut, so that several copy one."""
 LARGE_PIECE = 2 << 20
 """The same where all parts have `MANY_PIECES` of the others, since each takes a moment to start: from the page cache of
 an H200's host to its GPU, 37 to 41 GB/s instead of 27."""
 MANY_PIECES = 12
+_LINE = 64  # bytes of a cache line, which pieces end at where they are larger than many
+_FEW = 256  # reads up to which a list, which is fast to look up, is not large beside them
+NUMBER_SHIFT = 32
+"""Bits of `user_data` below the number of reads, which count them."""
+_numbers = itertools.count(1)
 _SEGMENT = np.dtype([("address", "<u8"), ("length", "<u8")])
 
 
@@ -37,6 +44,31 @@ class Reads:
     sizes: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
     vectors: tuple[npt.NDArray[np.void], ...] = ()
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.uint64]:
+        """`[reads] uint64`, the bytes of files to begin at, where entries have them: to write here moves the reads."""
+        return self.entries["offset"]
+
+    @cached_property
+    def raw(self) -> memoryview:
+        """The bytes of the entries, which a memoryview copies in a tenth of the time of records."""
+        return memoryview(self.entries).cast("B")
+
+    @cached_property
+    def counts(self) -> list[int] | npt.NDArray[np.int64]:
+        """`sizes`, as a list where they are few."""
+        if len(self.sizes) > _FEW:
+            return self.sizes
+        counts: list[int] = self.sizes.tolist()
+        return counts
+
+    @cached_property
+    def number(self) -> int:
+        """Tells them from all others of the process; the upper half of `user_data`, which asking writes."""
+        number = next(_numbers)
+        self.entries["user_data"] = np.arange(len(self.entries), dtype=np.uint64) + np.uint64(number << NUMBER_SHIFT)
+        return number
 
     def at(self, address: int) -> Reads:
         """The same reads into memory that begins so many bytes later."""
@@ -103,11 +135,13 @@ class _Group:
     """Parts whose runs lie alike, as those of one projection of several experts do: their reads are made at a time."""
 
     def __init__(self, index: int, part: FileRuns, address: int, piece: int) -> None:
-        self.part, self._piece = part, piece
+        self.part = part
         self.indices, self.addresses = [index], [address]
         self.begins, self.descriptors = [part.begin], [part.reader.descriptor()]
         whole = part.scatter is not None or part.length < LONG_BYTES
-        self._starts = np.zeros(1, np.int64) if whole else np.arange(0, part.length, piece, dtype=np.int64)
+        even = max(part.length, 1) if whole else -(-part.length // -(-part.length // piece))
+        self._piece = even if whole else min(-(-even // _LINE) * _LINE, piece)
+        self._starts = np.arange(0, max(part.length, 1), self._piece, dtype=np.int64)
 
     @property
     def count(self) -> int:
