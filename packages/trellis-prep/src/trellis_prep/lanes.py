@@ -89,9 +89,8 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._driver = DriverStream.of(self._stream.cuda_stream)
-        self._marks: dict[
-            Slot, torch.cuda.Event
-        ] = {}  # used again, each when the slot's former copy has been waited for
+        # used again, each when the slot's former copy has been waited for
+        self._marks: dict[Slot, torch.cuda.Event] = {}
 
     @contextlib.contextmanager
     def issuing(self) -> Iterator[None]:
