@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 cuda = pytest.importorskip("cuda.bindings.driver", reason="nvidia-cutlass-dsl is not installed")
 
-from trellis_kernels.cute.argument_slots import ArgumentSlots  # noqa: E402  # needs the bindings
+from cutlass import Float32, Int32, Int64  # noqa: E402  # needs the DSL
+
+from trellis_kernels.cute.argument_slots import ArgumentSlots  # noqa: E402  # needs the DSL
+
+
+class Sample(NamedTuple):
+    """An argument of each kind."""
+
+    address: Int64
+    count: Int32
+    factor: Float32
 
 
 class FakeKernel:
@@ -21,7 +32,7 @@ class FakeKernel:
 
     def generate(self, values, _):
         self.storage = [
-            ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value) for value in values[:-1]
+            (ctypes.c_float if isinstance(value, Float32) else ctypes.c_int64)(value.value) for value in values[0]
         ]
         stream = values[-1]
         pointers = [ctypes.cast(ctypes.pointer(cell), ctypes.c_void_p) for cell in self.storage]
@@ -34,11 +45,10 @@ class FakeKernel:
 
 def test_a_call_reads_what_was_set() -> None:
     kernel = FakeKernel()
-    slots = ArgumentSlots(kernel, ("address", "int", "float"), cuda.CUstream(0))
+    slots = ArgumentSlots(kernel, Sample, cuda.CUstream(0))
     slots()
-    for index, value in enumerate((1 << 40, 7, 0.25, 1 << 33)):
-        slots.set(index, value)
+    slots.set(address=1 << 40, count=7, factor=0.25, stream=1 << 33)
     slots()
-    slots.set(1, 8)
+    slots.set(count=8)
     slots()
     assert kernel.calls == [[0, 0, 0.0, 0], [1 << 40, 7, 0.25, 1 << 33], [1 << 40, 8, 0.25, 1 << 33]]

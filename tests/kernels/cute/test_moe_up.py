@@ -90,9 +90,8 @@ def test_finish_is_rotation_scales_bias_activation_and_rotation(
     monkeypatch.setattr(moe_math, "load_scales", load_scales)
     sums = rng.standard_normal((count, 128))
     part = SimpleNamespace(slots=SLOTS, rotated_laws=LAWS, joined=JOINED)
-    moe_up._finish(
-        [list(row.reshape(32, 4).T) for row in sums], TABLES, [GATE_BIAS, UP_BIAS], part, EXPERT, SLOT, BLOCK, LANE, key
-    )
+    args = SimpleNamespace(middle_scales=TABLES, gate_bias=GATE_BIAS, up_bias=UP_BIAS)
+    moe_up._finish(args, [list(row.reshape(32, 4).T) for row in sums], part, EXPERT, SLOT, BLOCK, LANE, key)
 
     own = slice(BLOCK * 128, BLOCK * 128 + 128)
     scales = memory[TABLES].reshape(4, count + 1, WIDTH)[EXPERT, :, own]

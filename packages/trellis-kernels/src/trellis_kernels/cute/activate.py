@@ -19,6 +19,7 @@ from trellis_format.activations import SITU_GATE_LIMIT, SITU_UP_LIMIT, Activatio
 from trellis_kernels.arguments import check_activate
 from trellis_kernels.cute import compiler, values
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.argument_tuples import blank, filled
 from trellis_kernels.cute.launch import check_cuda, check_flat
 from trellis_kernels.cute.op_keys import ActivateKey
 
@@ -96,55 +97,48 @@ def activation_law(kind: str) -> Law:
     return _LAWS[kind]
 
 
+class ActivateArguments(NamedTuple):
+    """Arguments of a launch; `count` values."""
+
+    gate: Int64
+    up: Int64
+    out: Int64
+    count: Int32
+    limit: Float32
+    alpha: Float32
+    beta: Float32
+
+
 @cute.kernel
-def _activate_kernel(
-    gate: Int64,
-    up: Int64,
-    out: Int64,
-    count: Int32,
-    limit: Float32,
-    alpha: Float32,
-    beta: Float32,
-    kind: Constexpr,
-):
+def _activate_kernel(args: ActivateArguments, key: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     first = (block * _THREADS + thread) * values.CHUNK
-    law = activation_law(kind)
-    constants = Constants(limit, alpha, beta)
-    if first + values.CHUNK <= count:
-        r_up = values.load_chunk(up + Int64(first) * 4, "float32")
+    law = activation_law(key.kind)
+    constants = Constants(args.limit, args.alpha, args.beta)
+    if first + values.CHUNK <= args.count:
+        r_up = values.load_chunk(args.up + Int64(first) * 4, "float32")
         r_gate = r_up
-        if cutlass.const_expr(kind != "relu2"):
-            r_gate = values.load_chunk(gate + Int64(first) * 4, "float32")
+        if cutlass.const_expr(key.kind != "relu2"):
+            r_gate = values.load_chunk(args.gate + Int64(first) * 4, "float32")
         results = [law(g, u, constants) for g, u in zip(r_gate, r_up, strict=True)]
-        values.store_chunk(out + Int64(first) * 4, results, "float32", None)
-    elif first < count:
-        for index in cutlass.range(first, count, unroll=1):
-            one_up = values.load_value(up + Int64(index) * 4, "float32")
+        values.store_chunk(args.out + Int64(first) * 4, results, "float32", None)
+    elif first < args.count:
+        for index in cutlass.range(first, args.count, unroll=1):
+            one_up = values.load_value(args.up + Int64(index) * 4, "float32")
             one_gate = one_up
-            if cutlass.const_expr(kind != "relu2"):
-                one_gate = values.load_value(gate + Int64(index) * 4, "float32")
+            if cutlass.const_expr(key.kind != "relu2"):
+                one_gate = values.load_value(args.gate + Int64(index) * 4, "float32")
             result = law(one_gate, one_up, constants)
-            values.store_value(out + Int64(index) * 4, result, "float32", None)
+            values.store_value(args.out + Int64(index) * 4, result, "float32", None)
 
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _activate_host(
-    gate: Int64,
-    up: Int64,
-    out: Int64,
-    count: Int32,
-    limit: Float32,
-    alpha: Float32,
-    beta: Float32,
-    kind: Constexpr,
-    stream: cuda.CUstream,
-):
+def _host(args: ActivateArguments, key: Constexpr, stream: cuda.CUstream):
     per_block = _THREADS * values.CHUNK
-    _activate_kernel(gate, up, out, count, limit, alpha, beta, kind).launch(
-        grid=[(count + per_block - 1) // per_block, 1, 1], block=[_THREADS, 1, 1], stream=stream
+    _activate_kernel(args, key).launch(
+        grid=[(args.count + per_block - 1) // per_block, 1, 1], block=[_THREADS, 1, 1], stream=stream
     )
 
 
@@ -156,17 +150,9 @@ def build(key: ActivateKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of the addresses of gate, up and out, the number of values, limit, alpha, beta, and the stream.
+        A callable of `ActivateArguments` and a stream.
     """
-    return cute.compile(
-        _activate_host,
-        *(Int64(0) for _ in range(3)),
-        Int32(1),
-        *(Float32(1.0) for _ in range(3)),
-        key.kind,
-        cuda.CUstream(0),
-        options=options,
-    )
+    return cute.compile(_host, blank(ActivateArguments), key, cuda.CUstream(0), options=options)
 
 
 def activate(gate: torch.Tensor | None, up: torch.Tensor, *, activation: Activation, out: torch.Tensor) -> torch.Tensor:
@@ -183,15 +169,16 @@ def activate(gate: torch.Tensor | None, up: torch.Tensor, *, activation: Activat
     if out.numel() == 0:
         return out
     key = ActivateKey(arch=arch_of_device(out.device.index).name, kind=activation.kind)
+    args = filled(
+        ActivateArguments,
+        gate=gate,
+        up=up,
+        out=out,
+        count=out.numel(),
+        limit=activation.limit,
+        alpha=activation.alpha,
+        beta=activation.beta,
+    )
     with torch.cuda.device(out.device):
-        compiler.ready(key)(
-            0 if gate is None else gate.data_ptr(),
-            up.data_ptr(),
-            out.data_ptr(),
-            out.numel(),
-            float(activation.limit),
-            float(activation.alpha),
-            float(activation.beta),
-            cuda.CUstream(torch.cuda.current_stream().cuda_stream),
-        )
+        compiler.ready(key)(args, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
     return out

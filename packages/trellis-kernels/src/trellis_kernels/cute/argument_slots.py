@@ -7,12 +7,15 @@ writes the few values that changed into the same storage and hands over the same
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
+
+from cutlass import Float32, Int32, Int64
+
+from trellis_kernels.cute.argument_tuples import blank, kinds
 
 __all__ = ["ArgumentSlots"]
 
-_KINDS: dict[str, Any] = {"address": ctypes.c_int64, "int": ctypes.c_int32, "float": ctypes.c_float}
+_STORED: dict[Any, Any] = {Int64: ctypes.c_int64, Int32: ctypes.c_int32, Float32: ctypes.c_float}
 
 
 class ArgumentSlots:
@@ -20,23 +23,24 @@ class ArgumentSlots:
 
     Args:
         kernel: what `compiler.ready` returned.
-        kinds: for each argument `address`, `int` or `float`; a stream follows them.
+        arguments: the tuple that it takes; a stream follows it.
         stream: a stream object of the driver bindings, whose own storage is the last argument's.
     """
 
-    def __init__(self, kernel: Any, kinds: Sequence[str], stream: Any) -> None:
-        values = [0.0 if kind == "float" else 0 for kind in kinds]
+    def __init__(self, kernel: Any, arguments: type[tuple[Any, ...]], stream: Any) -> None:
+        stored = {name: _STORED[kind] for name, kind in kinds(arguments).items()} | {"stream": ctypes.c_int64}
         self._kernel = kernel
-        self._stream = stream
-        self._pointers, self._owners = kernel.execution_args.generate_execution_args((*values, stream), {})
-        self._slots = [
-            _KINDS[kind].from_address(_address(pointer)) for kind, pointer in zip(kinds, self._pointers, strict=False)
-        ]
-        self._slots.append(ctypes.c_int64.from_address(_address(self._pointers[len(kinds)])))
+        self._kept = (blank(arguments), stream)
+        self._pointers, self._owners = kernel.execution_args.generate_execution_args(self._kept, {})
+        self._slots = {
+            name: kind.from_address(_address(pointer))
+            for (name, kind), pointer in zip(stored.items(), self._pointers, strict=True)
+        }
 
-    def set(self, index: int, value: int | float) -> None:
-        """Change one argument; the stream's index is the number of the others, its value the handle."""
-        self._slots[index].value = value
+    def set(self, **values: int | float) -> None:
+        """Change arguments by name; `stream` is the handle of one."""
+        for name, value in values.items():
+            self._slots[name].value = value
 
     def __call__(self) -> None:
         """Call with what the slots hold."""

@@ -1,7 +1,7 @@
-"""Owns the arguments of a launch as one tuple that host function, kernels and callers share.  It must not know kernels.
+"""Owns the arguments of a launch as one tuple that host function, kernels and callers share.
 
-A kernel states them once, as a `NamedTuple` whose annotations are the DSL's numbers.  The compiled function takes them
-as so many numbers in that order, and the stream after them.
+It must not know any kernel.  A module states them once, as a `NamedTuple` whose annotations are numbers of the DSL; the
+compiled function takes them as so many numbers in that order, and the stream after them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ def blank(arguments: type[Arguments]) -> Arguments:
 
 
 def filled(arguments: type[Arguments], **values: torch.Tensor | int | float | None) -> Arguments:
-    """Arguments of a launch: a tensor stands for its address, None for address 0, and what is not given is 0."""
-    return arguments(*(kind(_number(values.get(name))) for name, kind in kinds(arguments).items()))
+    """Arguments of a launch: a tensor stands for its address, None for address 0, and what is not given is 0.
+
+    Raises:
+        TypeError: if a name is no argument.
+    """
+    known = kinds(arguments)
+    if not values.keys() <= known.keys():
+        raise TypeError(f"{arguments.__name__} has no {', '.join(values.keys() - known.keys())}")
+    return arguments(*(kind(_number(values.get(name))) for name, kind in known.items()))
 
 
 def _number(value: torch.Tensor | int | float | None) -> int | float:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -313,6 +314,41 @@ def consume(
         one(r_sums, piece, r_rows, row_stage, index * share.columns, share, s_table, codebook, columns)
 
 
+@dataclass(frozen=True)
+class Loop:
+    """What a warp's loop over steps is traced for.
+
+    Args:
+        rate: of the codes.
+        codebook: their name.
+        n_tiles: tiles of a tile row of the linear.
+        columns: products with one decoded weight.
+        stages: steps in flight.
+        arithmetic: `exact`, `unrounded` or `bytes`.
+        rows_are_shared: whether whole rows lie in shared memory.
+        rereads: whether rows staged in a ring are read again for each output channel.
+    """
+
+    rate: Rate
+    codebook: str
+    n_tiles: int
+    columns: int
+    stages: int
+    arithmetic: str
+    rows_are_shared: bool = False
+    rereads: bool = False
+
+    @property
+    def share(self) -> Share:
+        """A lane's share of a step."""
+        return share_of(self.rate, multiply_cost(self.codebook, self.arithmetic))
+
+    @property
+    def step_bytes(self) -> int:
+        """From a step of the strip to the next one."""
+        return STEP_TILES * self.n_tiles * self.rate.tile_bytes
+
+
 @cute.jit
 def accumulate(
     r_sums: cute.Tensor,
@@ -323,31 +359,23 @@ def accumulate(
     lane: Int32,
     s_table: Int32,
     find_rows: Constexpr,
-    half_bits: Constexpr,
-    codebook: Constexpr,
-    n_tiles: Constexpr,
-    columns: Constexpr,
-    stages: Constexpr,
-    arithmetic: Constexpr,
-    rows_are_shared: Constexpr = False,
+    loop: Constexpr,
 ):
     """Add steps first, first + stride, ... below end to the sums `[sum_places, columns, 4]`.
 
-    `g_strip` is the strip's first tile of step 0.  `find_rows(columns)` gives the address of this lane's row and 16
-    channels of step 0 for each column, in global memory or in shared; it is called once the first weights are on their
-    way, so that it may wait.  `s_table` is as in `pairs_of`.
+    `loop` is a `Loop`, `g_strip` the strip's first tile of step 0.  `find_rows(columns)` gives the address of this
+    lane's row and 16 channels of step 0 for each column, in global memory or in shared; it is called once the first
+    weights are on their way, so that it may wait.  `s_table` is as in `pairs_of`.
     """
-    rate = Rate(half_bits)
-    share = share_of(rate, multiply_cost(codebook, arithmetic))
-    step_bytes = STEP_TILES * n_tiles * rate.tile_bytes
-    g_share = g_strip + Int64(lane_offset(rate, n_tiles, lane))
+    share, columns, stages, arithmetic = loop.share, loop.columns, loop.stages, loop.arithmetic
+    g_share = g_strip + Int64(lane_offset(share.rate, loop.n_tiles, lane))
     # Rows come from the L1 after the first warp has read them; beyond one column registers are dearer than that wait.
-    row_stages = stages if columns == 1 and not rows_are_shared else 1
+    row_stages = stages if columns == 1 and not loop.rows_are_shared else 1
     r_words = cute.make_rmem_tensor(cute.make_layout((stages, share.step_words)), Uint32)
     r_rows = cute.make_rmem_tensor(cute.make_layout((row_stages, columns, row_words(arithmetic))), Uint32)
     for stage in cutlass.range_constexpr(stages):
         ahead = cutlass.min(first + stage * stride, end - 1)
-        load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
+        load_share(r_words, stage, g_share + Int64(ahead) * loop.step_bytes, share)
     rows = find_rows(columns)
     if cutlass.const_expr(row_stages > 1):
         for stage in cutlass.range_constexpr(stages):
@@ -359,11 +387,13 @@ def accumulate(
             step = first + (turn * stages + stage) * stride
             if step < end:
                 if cutlass.const_expr(row_stages == 1):
-                    load_rows(r_rows, 0, rows, step, columns, arithmetic, are_shared=rows_are_shared)
+                    load_rows(r_rows, 0, rows, step, columns, arithmetic, are_shared=loop.rows_are_shared)
                 row_stage = stage if row_stages > 1 else 0
-                consume(r_sums, r_words, r_rows, stage, row_stage, share, lane, s_table, codebook, columns, arithmetic)
+                consume(
+                    r_sums, r_words, r_rows, stage, row_stage, share, lane, s_table, loop.codebook, columns, arithmetic
+                )
             ahead = step + stages * stride
             if ahead < end:
-                load_share(r_words, stage, g_share + Int64(ahead) * step_bytes, share)
+                load_share(r_words, stage, g_share + Int64(ahead) * loop.step_bytes, share)
                 if cutlass.const_expr(row_stages > 1):
                     load_rows(r_rows, stage, rows, ahead, columns, arithmetic)

@@ -16,8 +16,8 @@ from cutlass import Constexpr, Int32, Int64, Uint32
 
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives, primitives
-from trellis_kernels.cute.gemm_loop import ROW_STEP_BYTES, consume, lane_offset, multiply_cost, row_words
-from trellis_kernels.cute.gemm_share import STEP_TILES, Share, share_of
+from trellis_kernels.cute.gemm_loop import ROW_STEP_BYTES, consume, lane_offset, row_words
+from trellis_kernels.cute.gemm_share import Share, share_of
 from trellis_kernels.cute.window import LANES
 
 __all__ = ["accumulate_from_ring", "ring_bytes"]
@@ -120,27 +120,19 @@ def accumulate_from_ring(
     s_ring: Int32,
     s_table: Int32,
     find_rows: Constexpr,
-    half_bits: Constexpr,
-    codebook: Constexpr,
-    n_tiles: Constexpr,
-    columns: Constexpr,
-    stages: Constexpr,
-    arithmetic: Constexpr,
-    rows_are_shared: Constexpr = False,
-    rereads: Constexpr = False,
+    loop: Constexpr,
 ):
     """As `gemm_loop.accumulate`; `s_ring` is this warp's shared memory, free for its lanes when this returns."""
-    rate = Rate(half_bits)
-    share = share_of(rate, multiply_cost(codebook, arithmetic))
-    g_step = STEP_TILES * n_tiles * rate.tile_bytes
-    staged = 0 if rows_are_shared else columns
+    share, stages, arithmetic = loop.share, loop.stages, loop.arithmetic
+    g_step = loop.step_bytes
+    staged = 0 if loop.rows_are_shared else loop.columns
     s_step = step_bytes(share, staged, arithmetic)
     s_words = share.step_words * 4 * LANES
-    g_share = g_strip + Int64(lane_offset(rate, n_tiles, lane))
+    g_share = g_strip + Int64(lane_offset(share.rate, loop.n_tiles, lane))
     for stage in cutlass.range_constexpr(stages - 1):
         ahead = cutlass.min(first + stage * stride, end - 1)
         _copy_share(s_ring + stage * s_step, g_share + Int64(ahead) * g_step, lane, share)
-    row_addresses = find_rows(columns)
+    row_addresses = find_rows(loop.columns)
     for stage in cutlass.range_constexpr(stages - 1):
         ahead = cutlass.min(first + stage * stride, end - 1)
         _copy_rows(s_ring + stage * s_step + s_words, row_addresses, ahead, lane, staged, arithmetic)
@@ -155,11 +147,11 @@ def accumulate_from_ring(
         gemm_primitives.commit_copies()
         gemm_primitives.wait_for_copies(stages - 1)
         words = _Words(s_here, lane, share.load_words)
-        if cutlass.const_expr(rows_are_shared):
+        if cutlass.const_expr(loop.rows_are_shared):
             rows = _SharedRows(row_addresses, step)
         else:
-            rows = _Rows(s_here + s_words, lane, row_words(arithmetic), rereads=rereads)
-        consume(r_sums, words, rows, 0, 0, share, lane, s_table, codebook, columns, arithmetic)
+            rows = _Rows(s_here + s_words, lane, row_words(arithmetic), rereads=loop.rereads)
+        consume(r_sums, words, rows, 0, 0, share, lane, s_table, loop.codebook, loop.columns, arithmetic)
         s_next = s_here
         s_here = s_here + s_step
         if s_here == s_ring + stages * s_step:

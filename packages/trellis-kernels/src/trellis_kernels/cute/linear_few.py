@@ -7,7 +7,7 @@ adds the shares in order, so that bits repeat.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,10 +20,13 @@ from trellis_format.rates import Rate
 from trellis_kernels.cute import compiler, moe_math
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.gemm_loop import accumulate
-from trellis_kernels.cute.gemm_share import STRIP_CHANNELS, share_of
+from trellis_kernels.cute.argument_tuples import blank, filled
+from trellis_kernels.cute.gemm_loop import Loop, accumulate
+from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
 from trellis_kernels.cute.keys import VALUE_BYTES
+from trellis_kernels.cute.launch import DTYPE_NAMES
 from trellis_kernels.cute.linear_key import MOST_ROWS, LinearKey, choose_share
+from trellis_kernels.cute.moe_gemm import SUM_PITCH, store_sums
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
 from trellis_prep import PreparedLinear
 
@@ -33,9 +36,22 @@ _STRIPS = BLOCK // STRIP_CHANNELS
 _STEPS = 2  # of 64 input channels in a block
 _BLOCK_BYTES = 2 * BLOCK
 _ROW_SKEW = 16  # bytes between rows in shared memory beyond their own, so that lanes of different rows read other banks
-_SUM_PITCH = STRIP_CHANNELS + 4  # floats between rows of a warp's sums
 _FINISH_WARPS = 8
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+class LinearArguments(NamedTuple):
+    """Arguments of both kernels; `parts` is `[split, rows, n] float32`, and `bias` 0 for none."""
+
+    x: Int64
+    words: Int64
+    input_scales: Int64
+    output_scales: Int64
+    bias: Int64
+    parts: Int64
+    out: Int64
+    rows: Int32
+    k: Int32
+    split: Int32
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -55,28 +71,13 @@ def _store_channels(out: Int64, first: Int64, values: list[Float32], dtype: str)
         gpu.store_words(out + first * VALUE_BYTES[dtype], gpu.float_to(values, dtype))
 
 
-def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate) -> None:
-    """Write a warp's sums `[8, 64]` to shared memory."""
-    share = share_of(rate)
-    g, t = lane >> 2, lane & 3
-    for place in range(4):
-        channel = share.column(place if not share.is_wide else 0, place if share.is_wide else 0, g)
-        for z in range(4):
-            row = 2 * t + z % 2
-            s_sum = s_sums + (row * _SUM_PITCH + channel + 8 * (z // 2)) * 4
-            gpu.store_shared_floats(s_sum, [r_sums[place, 0, z]])
-
-
 def _threads(key: LinearKey) -> int:
     return 32 * _STRIPS * key.slices
 
 
 @cute.jit
 def _rotate_rows(
-    x: Int64,
-    scales: Int64,
-    k: Int32,
-    rows: Int32,
+    args: LinearArguments,
     first_block: Int32,
     blocks: Int32,
     s_rows: Int32,
@@ -88,12 +89,12 @@ def _rotate_rows(
     warp = cute.arch.make_warp_uniform(thread >> 5)
     pitch = key.share_blocks * _BLOCK_BYTES + _ROW_SKEW
     signs = moe_math.hadamard_signs(lane)
-    for task in cutlass.range(warp, rows * blocks, _threads(key) // 32, unroll=1):
+    for task in cutlass.range(warp, args.rows * blocks, _threads(key) // 32, unroll=1):
         row = task // blocks
         block = task - row * blocks
         channel = (first_block + block) * BLOCK + lane * LANE_CHANNELS
-        values = _load_channels(x, Int64(row) * k + channel, key.x_dtype)
-        suh = moe_math.load_scales(scales, channel)
+        values = _load_channels(args.x, Int64(row) * args.k + channel, key.x_dtype)
+        suh = moe_math.load_scales(args.input_scales, channel)
         rotated = moe_math.hadamard([a * b for a, b in zip(values, suh, strict=True)], signs)
         s_first = s_rows + row * pitch + block * _BLOCK_BYTES + moe_math.stored_offset(lane)
         for place, word in enumerate(moe_math.stored_words(rotated)):
@@ -102,16 +103,7 @@ def _rotate_rows(
 
 
 @cute.kernel
-def _multiply_kernel(
-    x: Int64,
-    words: Int64,
-    scales: Int64,
-    parts: Int64,
-    rows: Int32,
-    k: Int32,
-    split: Int32,
-    key: Constexpr,
-):
+def _multiply_kernel(args: LinearArguments, key: Constexpr):
     """One thread block: a block of 128 output channels, and a share of the input channels."""
     thread, _, _ = cute.arch.thread_idx()
     column, _, _ = cute.arch.block_idx()
@@ -121,93 +113,72 @@ def _multiply_kernel(
     rate = Rate(key.half_bits)
     pitch = key.share_blocks * _BLOCK_BYTES + _ROW_SKEW
     smem = cutlass.memory.SmemAllocator()
-    s_sums = smem.allocate_array(Float32, warps * MOST_ROWS * _SUM_PITCH, byte_alignment=16).toint()
+    s_sums = smem.allocate_array(Float32, warps * MOST_ROWS * SUM_PITCH, byte_alignment=16).toint()
     s_rows = smem.allocate_array(Float32, MOST_ROWS * pitch // 4, byte_alignment=16).toint()
-    block = column // split
-    rank = column - block * split
+    block = column // args.split
+    rank = column - block * args.split
     first_block = rank * key.share_blocks
-    end_block = cutlass.min(first_block + key.share_blocks, k // BLOCK)
+    end_block = cutlass.min(first_block + key.share_blocks, args.k // BLOCK)
     strip = warp % _STRIPS
-    g_strip = words + Int64(block * _STRIPS + strip) * (STRIP_CHANNELS // 16 * rate.tile_bytes)
+    g_strip = args.words + Int64(block * _STRIPS + strip) * (STRIP_CHANNELS // 16 * rate.tile_bytes)
 
     def find_rows(_columns: int) -> Any:
-        _rotate_rows(x, scales, k, rows, first_block, end_block - first_block, s_rows, thread, key)
-        row = cutlass.min(lane >> 2, rows - 1)
+        _rotate_rows(args, first_block, end_block - first_block, s_rows, thread, key)
+        row = cutlass.min(lane >> 2, args.rows - 1)
         return [s_rows + row * pitch - first_block * _BLOCK_BYTES + (lane & 3) * 32]
 
     r_sums = cute.make_rmem_tensor(cute.make_layout((4, 1, 4)), Float32)
     r_sums.fill(0.0)
+    loop = Loop(rate, key.codebook, key.n // 16, 1, key.stages, "exact", rows_are_shared=True)
     accumulate(
         r_sums, g_strip, first_block * _STEPS + warp // _STRIPS, end_block * _STEPS, Int32(key.slices), lane, Int32(0),
-        find_rows, key.half_bits, key.codebook, key.n // 16, 1, key.stages, "exact", True,
+        find_rows, loop,
     )  # fmt: skip
-    s_mine = s_sums + warp * (MOST_ROWS * _SUM_PITCH * 4)
-    _store_sums(r_sums, s_mine, lane, rate)
+    s_mine = s_sums + warp * (MOST_ROWS * SUM_PITCH * 4)
+    store_sums(r_sums, s_mine, lane, rate, 1, "exact", MOST_ROWS)
     cute.arch.sync_threads()
-    for row in cutlass.range(warp, rows, warps, unroll=1):
-        first = s_sums + ((lane >> 4) * MOST_ROWS + row) * (_SUM_PITCH * 4) + (lane & 15) * 16
+    for row in cutlass.range(warp, args.rows, warps, unroll=1):
+        first = s_sums + ((lane >> 4) * MOST_ROWS + row) * (SUM_PITCH * 4) + (lane & 15) * 16
         total = gpu.load_shared_floats(first, LANE_CHANNELS)
         for index in cutlass.range_constexpr(1, key.slices):
-            other = gpu.load_shared_floats(first + index * (_STRIPS * MOST_ROWS * _SUM_PITCH * 4), LANE_CHANNELS)
+            other = gpu.load_shared_floats(first + index * (_STRIPS * MOST_ROWS * SUM_PITCH * 4), LANE_CHANNELS)
             total = [a + b for a, b in zip(total, other, strict=True)]
-        place = (Int64(rank) * rows + row) * key.n + block * BLOCK + lane * LANE_CHANNELS
-        gpu.store_floats(parts + place * 4, total)
+        place = (Int64(rank) * args.rows + row) * key.n + block * BLOCK + lane * LANE_CHANNELS
+        gpu.store_floats(args.parts + place * 4, total)
 
 
 @cute.kernel
-def _finish_kernel(
-    parts: Int64,
-    scales: Int64,
-    bias: Int64,
-    out: Int64,
-    rows: Int32,
-    split: Int32,
-    key: Constexpr,
-):
+def _finish_kernel(args: LinearArguments, key: Constexpr):
     """One warp: a block of 128 output channels of one row."""
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
     lane = thread & 31
     task = index * _FINISH_WARPS + cute.arch.make_warp_uniform(thread >> 5)
     blocks = key.n // BLOCK
-    if task < rows * blocks:
+    if task < args.rows * blocks:
         row = task // blocks
         channel = (task - row * blocks) * BLOCK + lane * LANE_CHANNELS
         place = Int64(row) * key.n + channel
         r_total = cute.make_rmem_tensor(cute.make_layout((LANE_CHANNELS,)), Float32)
         r_total.fill(0.0)
-        for rank in cutlass.range(split, unroll=1):
-            values = gpu.load_floats(parts + (Int64(rank) * rows * key.n + place) * 4, LANE_CHANNELS)
+        for rank in cutlass.range(args.split, unroll=1):
+            values = gpu.load_floats(args.parts + (Int64(rank) * args.rows * key.n + place) * 4, LANE_CHANNELS)
             for each in cutlass.range_constexpr(LANE_CHANNELS):
                 r_total[each] = r_total[each] + values[each]
         sums = moe_math.hadamard([r_total[each] for each in range(LANE_CHANNELS)], moe_math.hadamard_signs(lane))
-        result = [a * b for a, b in zip(sums, moe_math.load_scales(scales, channel), strict=True)]
+        result = [a * b for a, b in zip(sums, moe_math.load_scales(args.output_scales, channel), strict=True)]
         if cutlass.const_expr(key.biased):
-            result = [a + b for a, b in zip(result, moe_math.load_scales(bias, channel), strict=True)]
-        _store_channels(out, place, result, key.out_dtype)
+            result = [a + b for a, b in zip(result, moe_math.load_scales(args.bias, channel), strict=True)]
+        _store_channels(args.out, place, result, key.out_dtype)
 
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _host(
-    x: Int64,
-    words: Int64,
-    input_scales: Int64,
-    output_scales: Int64,
-    bias: Int64,
-    parts: Int64,
-    out: Int64,
-    rows: Int32,
-    k: Int32,
-    split: Int32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
-    _multiply_kernel(x, words, input_scales, parts, rows, k, split, key).launch(
-        grid=[key.n // BLOCK * split, 1, 1], block=[_threads(key), 1, 1], stream=stream
-    )
-    tasks = rows * (key.n // BLOCK)
-    _finish_kernel(parts, output_scales, bias, out, rows, split, key).launch(
+def _host(args: LinearArguments, key: Constexpr, stream: cuda.CUstream):
+    blocks = key.n // BLOCK
+    _multiply_kernel(args, key).launch(grid=[blocks * args.split, 1, 1], block=[_threads(key), 1, 1], stream=stream)
+    tasks = args.rows * blocks
+    _finish_kernel(args, key).launch(
         grid=[(tasks + _FINISH_WARPS - 1) // _FINISH_WARPS, 1, 1], block=[32 * _FINISH_WARPS, 1, 1], stream=stream
     )
 
@@ -220,9 +191,9 @@ def build(key: LinearKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of 7 addresses, rows, k, split and a stream.
+        A callable of `LinearArguments` and a stream.
     """
-    return cute.compile(_host, *[Int64(0)] * 7, *[Int32(1)] * 3, key, cuda.CUstream(0), options=options)
+    return cute.compile(_host, blank(LinearArguments), key, cuda.CUstream(0), options=options)
 
 
 def linear_key(weight: PreparedLinear, x_dtype: torch.dtype, out_dtype: torch.dtype) -> LinearKey:
@@ -238,8 +209,8 @@ def linear_key(weight: PreparedLinear, x_dtype: torch.dtype, out_dtype: torch.dt
         codebook=weight.codebook,
         half_bits=weight.rate.half_bits,
         n=weight.n,
-        x_dtype=_NAMES[x_dtype],
-        out_dtype=_NAMES[out_dtype],
+        x_dtype=DTYPE_NAMES[x_dtype],
+        out_dtype=DTYPE_NAMES[out_dtype],
         biased=weight.bias is not None,
         share_blocks=choose_share(weight.k, weight.n, multiprocessors),
     )
@@ -266,17 +237,18 @@ def linear_few(x: torch.Tensor, weight: PreparedLinear, *, out: torch.Tensor) ->
     with torch.cuda.device(x.device):
         kernel = compiler.ready(key)
         parts = torch.empty(split * rows * weight.n, dtype=torch.float32, device=x.device)
-        kernel(
-            x.data_ptr(),
-            weight.codes.data_ptr(),
-            weight.input_scale.data_ptr(),
-            weight.output_scale.data_ptr(),
-            0 if weight.bias is None else weight.bias.data_ptr(),
-            parts.data_ptr(),
-            out.data_ptr(),
-            rows,
-            weight.k,
-            split,
-            cuda.CUstream(torch.cuda.current_stream().cuda_stream),
+        args = filled(
+            LinearArguments,
+            x=x,
+            words=weight.codes,
+            input_scales=weight.input_scale,
+            output_scales=weight.output_scale,
+            bias=weight.bias,
+            parts=parts,
+            out=out,
+            rows=rows,
+            k=weight.k,
+            split=split,
         )
+        kernel(args, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
     return out

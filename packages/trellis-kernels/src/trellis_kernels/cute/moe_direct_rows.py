@@ -15,18 +15,21 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
+from trellis_kernels.cute.moe_arguments import MoeArguments
+from trellis_kernels.cute.moe_gemm import load_block_sums
 from trellis_kernels.cute.moe_key import MoeSmallKey
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
 from trellis_kernels.cute.moe_middle import join_block
 from trellis_kernels.cute.moe_route import rotated_block
+from trellis_kernels.cute.moe_split import add_parts
 
 __all__ = [
     "LAW_WORDS",
+    "block_products",
     "join_row",
     "lane_offset",
     "load_law",
     "most_share_blocks",
-    "part_address",
     "rotate_rows",
     "row_blocks",
     "share_blocks",
@@ -58,12 +61,6 @@ def row_blocks(key: MoeSmallKey) -> int:
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
 
 
-def part_address(g_parts: Int64, route: Int32, rank: Any, projection: Any, channel: Int32, key: MoeSmallKey) -> Int64:
-    """Of a channel of gate's or up's sums over one share of the input channels."""
-    row = (Int64(route) * key.up.split + Int64(rank)) * key.projections + Int64(projection)
-    return g_parts + (row * key.width + Int64(channel)) * 4
-
-
 def lane_offset(lane: Int32, key: MoeSmallKey) -> Int32:
     """Bytes from a step of a row to this lane's B operand."""
     within = (lane & 3) * 32
@@ -73,6 +70,12 @@ def lane_offset(lane: Int32, key: MoeSmallKey) -> Int32:
 def load_law(s_law: Int32) -> tuple[Float32, Int32]:
     """Step, and sum of the whole activations, of a row."""
     return moe_bytes.step_of(gpu.load_shared_floats(s_law, 1)[0]), gpu.load_shared_int(s_law + 4)
+
+
+def block_products(s_sums: Int32, s_law: Int32, lane: Int32, strip: Any, gemm: str, key: MoeSmallKey) -> list[Float32]:
+    """Four channels of the row's products from the sums, whose strips begin with `strip`."""
+    sums = load_block_sums(s_sums, Int32(0), lane, strip, gemm, key)
+    return moe_bytes.apply_step(sums, *load_law(s_law)) if key.is_bytes else sums
 
 
 def _raise_most(values: list[Float32], s_law: Int32, lane: Int32) -> None:
@@ -107,8 +110,7 @@ def _store_block(s_block: Int32, lane: Int32, values: list[Float32], is_real: An
 
 @cute.jit
 def rotate_rows(
-    x: Int64,
-    scales: Int64,
+    args: MoeArguments,
     token: Int32,
     expert: Int32,
     first_block: Int32,
@@ -130,7 +132,7 @@ def rotate_rows(
     blocks = []
     for index in cutlass.range_constexpr(each):
         which, block, _ = _task(index * warps + warp, first_block, end_block, key)
-        blocks.append(rotated_block(x, scales, token, expert, which, block, lane, key))
+        blocks.append(rotated_block(args, token, expert, which, block, lane, key))
     if cutlass.const_expr(key.is_bytes):
         for index in cutlass.range_constexpr(each):
             which, _, _ = _task(index * warps + warp, first_block, end_block, key)
@@ -154,9 +156,9 @@ def _task(index: Any, first_block: Int32, end_block: Int32, key: MoeSmallKey) ->
 
 @cute.jit
 def join_row(
+    args: MoeArguments,
     g_parts: Int64,
     vectors: Constexpr,
-    biases: Constexpr,
     expert: Int32,
     route: Int32,
     s_row: Int32,
@@ -177,17 +179,8 @@ def join_row(
     for index in cutlass.range_constexpr(row_blocks(key)):
         block = cutlass.min(index * warps + warp, last)
         channel = block * BLOCK + lane * LANE_CHANNELS
-        sums = []
-        for projection in cutlass.range_constexpr(key.projections):
-            pieces = [
-                gpu.load_floats(part_address(g_parts, route, rank, projection, channel, key), 4, bypass_l1=True)
-                for rank in range(key.up.split)
-            ]
-            total = pieces[0]
-            for piece in pieces[1:]:
-                total = [a + b for a, b in zip(total, piece, strict=True)]
-            sums.append(total)
-        joined.append(join_block(sums, vectors[index], biases, expert, block, lane, key))
+        sums = [add_parts(g_parts, route, linear, channel, "up", key) for linear in range(key.projections)]
+        joined.append(join_block(args, sums, vectors[index], expert, block, lane, key))
     if cutlass.const_expr(key.is_bytes):
         for index in cutlass.range_constexpr(row_blocks(key)):
             _raise_most(joined[index], s_law, lane)

@@ -14,7 +14,7 @@ from cutlass import Constexpr, Float32, Int32, Int64
 from trellis_format.rates import Rate
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import primitives
-from trellis_kernels.cute.gemm_loop import accumulate, finish_sums, sum_places
+from trellis_kernels.cute.gemm_loop import Loop, accumulate, finish_sums, sum_places
 from trellis_kernels.cute.gemm_ring import accumulate_from_ring, ring_bytes
 from trellis_kernels.cute.gemm_share import STEP_CHANNELS, STRIP_CHANNELS, share_of
 from trellis_kernels.cute.moe_key import PRODUCT_ROWS, ROW_COLUMNS, MoeSmallKey
@@ -22,6 +22,9 @@ from trellis_kernels.cute.table_codebooks import TABLE_CODEBOOKS
 
 __all__ = [
     "SUM_PITCH",
+    "add_in_order",
+    "allocate",
+    "allocate_padding",
     "fill_table",
     "lane_rows",
     "load_block_sums",
@@ -29,6 +32,7 @@ __all__ = [
     "padded_bytes",
     "shared_bytes",
     "split_steps",
+    "store_sums",
     "table_bytes",
     "warp_bytes",
 ]
@@ -46,11 +50,11 @@ def warp_bytes(gemm: str, key: MoeSmallKey) -> int:
     Byte products have one sum for hi and one for lo.
     """
     sums = key.group_rows * (2 if key.is_bytes else 1) * SUM_PITCH * 4
-    tiling, rates = (key.up, key.up_rates) if gemm == "up" else (key.down, key.down_rates)
+    tiling = key.tiling(gemm)
     if not tiling.in_shared:
         return sums
     staged = 0 if key.direct else key.row_columns
-    rings = (ring_bytes(Rate(rate), staged, key.arithmetic, tiling.stages) for rate in rates)
+    rings = (ring_bytes(Rate(rate), staged, key.arithmetic, tiling.stages) for rate in key.rates(gemm))
     return max(sums, *rings)
 
 
@@ -65,10 +69,23 @@ def table_bytes(key: MoeSmallKey) -> int:
     return _PIECE if tabled is None else tabled.words.size * 4
 
 
+def allocate(smem: Any, size: int) -> Int32:
+    """Address of so many bytes of a thread block's shared memory."""
+    address: Int32 = smem.allocate_array(Int32, size // 4, byte_alignment=16).toint()
+    return address
+
+
 def padded_bytes(gemm: str, needed: int, key: MoeSmallKey) -> int:
     """Shared memory of a thread block that needs some, with what keeps more of them than allowed off an SM."""
-    most = (key.up if gemm == "up" else key.down).most
+    most = key.tiling(gemm).most
     return max(needed, _SM_BYTES // (most + 1) // _PIECE * _PIECE) if most else needed
+
+
+def allocate_padding(smem: Any, gemm: str, needed: int, key: MoeSmallKey) -> None:
+    """Take what `padded_bytes` adds."""
+    more = padded_bytes(gemm, needed, key) - needed
+    if more:
+        allocate(smem, more)
 
 
 @cute.jit
@@ -103,7 +120,7 @@ def lane_rows(rows: Int32, lane: Int32, columns: int, key: MoeSmallKey, address:
     return r_addresses
 
 
-def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: int, key: MoeSmallKey) -> None:
+def store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: int, arithmetic: str, rows: int) -> None:
     """Write a warp's sums `[rows, 64]` to shared memory, for byte products `[{hi, lo}, rows, 64]`."""
     share = share_of(rate)
     g, t = lane >> 2, lane & 3
@@ -112,12 +129,12 @@ def _store_sums(r_sums: Any, s_sums: Int32, lane: Int32, rate: Rate, columns: in
         for column in range(columns):
             for z in range(4):
                 value = r_sums[place, column, z]
-                if key.is_bytes:
-                    row = (z % 2) * key.group_rows + column * PRODUCT_ROWS["bytes"] + t
+                if arithmetic == "bytes":
+                    row = (z % 2) * rows + column * PRODUCT_ROWS["bytes"] + t
                     s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
                     gpu.store_shared_int(s_sum, value)
                 else:
-                    row = column * PRODUCT_ROWS[key.arithmetic] + 2 * t + z % 2
+                    row = column * PRODUCT_ROWS[arithmetic] + 2 * t + z % 2
                     s_sum = s_sums + (row * SUM_PITCH + channel + 8 * (z // 2)) * 4
                     gpu.store_shared_floats(s_sum, [value])
 
@@ -127,17 +144,17 @@ def _multiply_at_rate(
     g_strip: Int64,
     find_rows: Constexpr,
     s_sums: Int32,
+    s_table: Int32,
     rows: Int32,
     first: Int32,
     end: Int32,
-    stride: Int32,
     lane: Int32,
-    s_table: Int32,
-    half_bits: Constexpr,
-    n_tiles: Constexpr,
-    tiling: Constexpr,
+    rate: Constexpr,
+    gemm: Constexpr,
     key: Constexpr,
 ):
+    tiling = key.tiling(gemm)
+    stride = Int32(tiling.slices)
     product_rows = PRODUCT_ROWS[key.arithmetic]
     for index in cutlass.range_constexpr(len(ROW_COLUMNS)):
         if cutlass.const_expr(ROW_COLUMNS[index] <= key.row_columns):
@@ -147,19 +164,16 @@ def _multiply_at_rate(
                 layout = cute.make_layout((sum_places(key.codebook, key.arithmetic), columns, 4))
                 r_sums = cute.make_rmem_tensor(layout, Int32 if key.is_bytes else Float32)
                 r_sums.fill(0)
+                loop = Loop(
+                    rate, key.codebook, key.outputs(gemm) // 16, columns, tiling.stages, key.arithmetic, key.direct,
+                    tiling.rereads,
+                )  # fmt: skip
                 if cutlass.const_expr(tiling.in_shared):
-                    accumulate_from_ring(
-                        r_sums, g_strip, first, end, stride, lane, s_sums, s_table, find_rows,
-                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic, key.direct,
-                        tiling.rereads,
-                    )  # fmt: skip
+                    accumulate_from_ring(r_sums, g_strip, first, end, stride, lane, s_sums, s_table, find_rows, loop)
                 else:
-                    accumulate(
-                        r_sums, g_strip, first, end, stride, lane, s_table, find_rows,
-                        half_bits, key.codebook, n_tiles, columns, tiling.stages, key.arithmetic, key.direct,
-                    )  # fmt: skip
+                    accumulate(r_sums, g_strip, first, end, stride, lane, s_table, find_rows, loop)
                 finish_sums(r_sums, columns, key.codebook, key.arithmetic)
-                _store_sums(r_sums, s_sums, lane, Rate(half_bits), columns, key)
+                store_sums(r_sums, s_sums, lane, rate, columns, key.arithmetic, key.group_rows)
 
 
 @cute.jit
@@ -168,30 +182,26 @@ def multiply_strip(
     place: Constexpr,
     find_rows: Constexpr,
     s_sums: Int32,
+    s_table: Int32,
     strip: Int32,
     rows: Int32,
     first: Int32,
     end: Int32,
-    stride: Int32,
     lane: Int32,
-    s_table: Int32,
-    rates: Constexpr,
-    n_tiles: Constexpr,
-    tiling: Constexpr,
+    gemm: Constexpr,
     key: Constexpr,
 ):
-    """Multiply a group's rows by one strip of a linear and leave the sums in this warp's shared memory.
+    """Multiply a group's rows by one strip of a linear and leave the sums in this warp's shared memory, `s_sums`.
 
     `place` is the linear's first word and 2K, `strip` the index of the 64 output channels, `find_rows` and `s_table` as
-    in `accumulate`.  Every rate is one branch, which the whole warp takes.
+    in `accumulate`, `first` this warp's first step.  Every rate is one branch, which the whole warp takes.
     """
     half_bits = Int32(place[1])
     g_strip = words + place[0] * 4 + Int64(strip * 4 * (half_bits * _TILE_WORD_BYTES))
-    for index in cutlass.range_constexpr(len(rates)):
-        if half_bits == rates[index]:
-            _multiply_at_rate(
-                g_strip, find_rows, s_sums, rows, first, end, stride, lane, s_table, rates[index], n_tiles, tiling, key
-            )
+    for index in cutlass.range_constexpr(len(key.rates(gemm))):
+        rate = Rate(key.rates(gemm)[index])
+        if half_bits == rate.half_bits:
+            _multiply_at_rate(g_strip, find_rows, s_sums, s_table, rows, first, end, lane, rate, gemm, key)
 
 
 def load_block_sums(s_sums: Int32, row: Int32, lane: Int32, strip: Any, gemm: str, key: MoeSmallKey) -> list[Float32]:
@@ -200,20 +210,20 @@ def load_block_sums(s_sums: Int32, row: Int32, lane: Int32, strip: Any, gemm: st
     `s_sums` is where the sums of all warps begin; warp w has slice w // strips of strip w % strips, and `strip` is the
     first of the block's two.  Byte sums are added as integers, so that only the join of hi and lo rounds.
     """
-    slices = (key.up if gemm == "up" else key.down).slices
+    slices = key.tiling(gemm).slices
     first = s_sums + (strip + (lane >> 4)) * warp_bytes(gemm, key) + (row * SUM_PITCH + (lane & 15) * 4) * 4
     stride = key.strips(gemm) * warp_bytes(gemm, key)
     if not key.is_bytes:
-        return _add_in_order([gpu.load_shared_floats(first + part * stride, 4) for part in range(slices)])
+        return add_in_order([gpu.load_shared_floats(first + part * stride, 4) for part in range(slices)])
     low = key.group_rows * SUM_PITCH * 4
     hi, lo = (
-        _add_in_order([gpu.load_shared_ints(first + part * stride + at, 4) for part in range(slices)])
-        for at in (0, low)
+        add_in_order([gpu.load_shared_ints(first + part * stride + at, 4) for part in range(slices)]) for at in (0, low)
     )
     return [gpu.fma(Float32(a), Float32(256.0), Float32(b)) for a, b in zip(hi, lo, strict=True)]
 
 
-def _add_in_order(parts: list[list[Any]]) -> list[Any]:
+def add_in_order(parts: list[list[Any]]) -> list[Any]:
+    """Sum of lists, element by element."""
     total = parts[0]
     for part in parts[1:]:
         total = [a + b for a, b in zip(total, part, strict=True)]

@@ -182,12 +182,10 @@ class MoeSmallKey(KernelKey):
         self._check_arithmetic()
         if self.direct:
             self._check_direct()
-        for name, blocks in (("up", self.width // BLOCK), ("down", self.padded_hidden // BLOCK)):
-            tiling: Tiling = getattr(self, name)
-            if blocks % tiling.blocks:
-                raise KernelValueError(
-                    f"{name} has {blocks} blocks of {BLOCK} channels, not a multiple of {tiling.blocks}"
-                )
+        for name in ("up", "down"):
+            blocks, each = self.outputs(name) // BLOCK, self.tiling(name).blocks
+            if blocks % each:
+                raise KernelValueError(f"{name} has {blocks} blocks of {BLOCK} channels, not a multiple of {each}")
             if self.threads(name) > _MOST_THREADS:
                 raise KernelValueError(f"{name} would take {self.threads(name)} threads, at most {_MOST_THREADS} fit")
 
@@ -273,15 +271,34 @@ class MoeSmallKey(KernelKey):
         """Most rows of a group of routes."""
         return PRODUCT_ROWS[self.arithmetic] * self.row_columns
 
+    def tiling(self, gemm: str) -> Tiling:
+        """Tiling of `up` or `down`."""
+        return self.up if gemm == "up" else self.down
+
+    def rates(self, gemm: str) -> tuple[int, ...]:
+        """Every 2K that occurs in `up` or `down`, ascending."""
+        return self.up_rates if gemm == "up" else self.down_rates
+
+    def linears(self, gemm: str) -> int:
+        """Linears of `up` or `down`."""
+        return self.projections if gemm == "up" else 1
+
+    def outputs(self, gemm: str) -> int:
+        """Output channels of a linear of `up` or `down`."""
+        return self.width if gemm == "up" else self.padded_hidden
+
+    def columns(self, gemm: str) -> int:
+        """Thread blocks of `up` or `down` for one group or route."""
+        tiling = self.tiling(gemm)
+        return self.outputs(gemm) // BLOCK // tiling.blocks * tiling.split
+
     def strips(self, gemm: str) -> int:
         """Strips of 64 output channels of a thread block of `up` or `down`."""
-        tiling: Tiling = getattr(self, gemm)
-        return tiling.blocks * _STRIPS * (self.projections if gemm == "up" else 1)
+        return self.tiling(gemm).blocks * _STRIPS * self.linears(gemm)
 
     def threads(self, gemm: str) -> int:
         """Threads of a block of `up` or `down`."""
-        tiling: Tiling = getattr(self, gemm)
-        return 32 * self.strips(gemm) * tiling.slices
+        return 32 * self.strips(gemm) * self.tiling(gemm).slices
 
     def most_groups(self, tokens: int, experts: int | None = None) -> int:
         """Groups that suffice for any routing of that many tokens over a number of experts (default: the most)."""

@@ -10,25 +10,27 @@ from cutlass import Float32, Int32, Int64
 from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_math
+from trellis_kernels.cute.moe_arguments import MoeArguments
 from trellis_kernels.cute.moe_key import MoeSmallKey
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
 
 __all__ = ["join_block", "load_vectors", "store_block"]
 
 
-def load_vectors(scales: Int64, expert: Int32, block: Int32, lane: Int32, key: MoeSmallKey) -> list[list[Float32]]:
+def load_vectors(args: MoeArguments, expert: Int32, block: Int32, lane: Int32, key: MoeSmallKey) -> list[list[Float32]]:
     """This lane's four channels of gate's and up's svh and of down's suh; every load before any use."""
     channel = block * BLOCK + lane * LANE_CHANNELS
     row = Int64(expert) * (key.projections + 1)
     return [
-        moe_math.load_scales(scales, (row + index) * key.width + Int64(channel)) for index in range(key.projections + 1)
+        moe_math.load_scales(args.middle_scales, (row + index) * key.width + Int64(channel))
+        for index in range(key.projections + 1)
     ]
 
 
 def join_block(
+    args: MoeArguments,
     sums: list[list[Float32]],
     vectors: list[list[Float32]],
-    biases: list[Int64],
     expert: Int32,
     block: Int32,
     lane: Int32,
@@ -41,7 +43,7 @@ def join_block(
         [a * b for a, b in zip(moe_math.hadamard(values, signs), svh, strict=True)]
         for values, svh in zip(sums, vectors, strict=False)
     ]
-    for projection, bias in enumerate(biases[2 - key.projections :]):
+    for projection, bias in enumerate((args.gate_bias, args.up_bias)[2 - key.projections :]):
         if key.biased[projection + 2 - key.projections]:
             addend = moe_math.load_scales(bias, Int64(expert) * key.width + Int64(channel))
             branches[projection] = [a + b for a, b in zip(branches[projection], addend, strict=True)]

@@ -16,18 +16,12 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
 from trellis_format.extent import BLOCK
 from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import moe_bytes, moe_math
+from trellis_kernels.cute.keys import VALUE_BYTES
+from trellis_kernels.cute.moe_arguments import MoeArguments, expert_of, live_routes, load_value
 from trellis_kernels.cute.moe_key import MoeSmallKey, counters_per_token
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
-from trellis_kernels.cute.moe_scratch import (
-    DESCRIPTOR_BYTES,
-    GROUP_BYTES,
-    SLOT_BYTES,
-    VALUE_BYTES,
-    Ids,
-    Scratch,
-    load_value,
-    scratch_at,
-)
+from trellis_kernels.cute.moe_middle import store_block
+from trellis_kernels.cute.moe_scratch import DESCRIPTOR_BYTES, GROUP_BYTES, SLOT_BYTES, Scratch, scratch_at
 
 __all__ = ["ROUTE_THREADS", "rotated_block", "route_blocks", "route_kernel"]
 
@@ -71,28 +65,25 @@ def _word_values(word: Uint32, dtype: str) -> list[Float32]:
 
 
 def rotated_block(
-    x: Int64, scales: Int64, token: Int32, expert: Int32, which: Any, block: Int32, lane: Int32, key: MoeSmallKey
+    args: MoeArguments, token: Int32, expert: Int32, which: Any, block: Int32, lane: Int32, key: MoeSmallKey
 ) -> list[Float32]:
     """Four channels of one block of one row: H (x * suh)."""
     channel = block * BLOCK + lane * LANE_CHANNELS
     vector = which if key.shared_inputs else expert * key.rotated_inputs + which
-    suh = moe_math.load_scales(scales, Int64(vector) * key.padded_hidden + Int64(channel))
-    values = _load_channels(x, token, channel, key)
+    suh = moe_math.load_scales(args.input_scales, Int64(vector) * key.padded_hidden + Int64(channel))
+    values = _load_channels(args.x, token, channel, key)
     return moe_math.hadamard([a * b for a, b in zip(values, suh, strict=True)], moe_math.hadamard_signs(lane))
 
 
 def _rotate(
-    x: Int64, scales: Int64, part: Scratch, token: Int32, expert: Int32, row: Int32, block: Int32, lane: Int32,
+    args: MoeArguments, part: Scratch, token: Int32, expert: Int32, row: Int32, block: Int32, lane: Int32,
     key: MoeSmallKey,
 ) -> None:  # fmt: skip
     """Write one block of every rotated input of a row in fp16, in the order that the GEMM reads."""
-    blocks = [rotated_block(x, scales, token, expert, which, block, lane, key) for which in range(key.rotated_inputs)]
+    blocks = [rotated_block(args, token, expert, which, block, lane, key) for which in range(key.rotated_inputs)]
     for which, values in enumerate(blocks):
         entry = Int64(row) * key.rotated_inputs + which
-        target = part.rotated + entry * (2 * key.padded_hidden) + Int64(block * (2 * BLOCK))
-        first = target + Int64(moe_math.stored_offset(lane))
-        for index, word in enumerate(moe_math.stored_words(values)):
-            gpu.store_words(first + 8 * index, [word])
+        store_block(part.rotated + entry * (2 * key.padded_hidden), block, lane, values)
 
 
 def _scan_warp(value: Int32, lane: Int32) -> Int32:
@@ -105,26 +96,16 @@ def _scan_warp(value: Int32, lane: Int32) -> Int32:
 
 @cute.jit
 def _group(
-    ids: Int64,
-    weights: Int64,
-    g_map: Int64,
-    map_length: Int32,
-    map_bytes: Int32,
-    experts: Int32,
-    factor: Float32,
-    descriptors: Int64,
-    scratch: Int64,
-    max_tokens: Int32,
+    args: MoeArguments,
     thread: Int32,
-    routes: Int32,
     s_counts: Int32,
     s_cursors: Int32,
     s_warps: Int32,
     key: Constexpr,
 ):
     """Counting sort of the routes by expert, by one block."""
-    part = scratch_at(scratch, max_tokens, key)
-    routing = Ids(ids, g_map, map_length, map_bytes, experts, key)
+    part = scratch_at(args, key)
+    routes = args.tokens * key.top_k
     lane = thread & 31
     warp = thread >> 5
     each = -(-key.max_experts // ROUTE_THREADS)
@@ -132,15 +113,15 @@ def _group(
     places = []
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
-        known = Int64(cutlass.min(expert, experts - 1))
+        known = Int64(cutlass.min(expert, args.experts - 1))
         for linear in cutlass.range_constexpr(linears):
-            place = descriptors + (known * linears + linear) * DESCRIPTOR_BYTES
+            place = args.descriptors + (known * linears + linear) * DESCRIPTOR_BYTES
             places.append(gpu.load_words(place, 4))
-        if expert < experts:
+        if expert < args.experts:
             gpu.store_shared_int(s_counts + expert * 4, Int32(0))
     cute.arch.sync_threads()
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
-        expert = routing.load(route)
+        expert = expert_of(args, route, key)
         if expert >= 0:
             gpu.add_shared_counter(s_counts + expert * 4, Int32(1))
     cute.arch.sync_threads()
@@ -148,7 +129,7 @@ def _group(
     own_groups = Int32(0)
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
-        if expert < experts:
+        if expert < args.experts:
             count = gpu.load_shared_int(s_counts + expert * 4)
             own_routes = own_routes + count
             own_groups = own_groups + (count + key.group_rows - 1) // key.group_rows
@@ -166,7 +147,7 @@ def _group(
         group = group + before * gpu.load_shared_int(s_warps + other * 8 + 4)
     for index in cutlass.range_constexpr(each):
         expert = thread * each + index
-        if expert < experts:
+        if expert < args.experts:
             count = gpu.load_shared_int(s_counts + expert * 4)
             gpu.store_shared_int(s_cursors + expert * 4, first_slot)
             groups = (count + key.group_rows - 1) // key.group_rows
@@ -184,20 +165,22 @@ def _group(
         gpu.store_words(part.header, [Uint32(group)])
     cute.arch.sync_threads()
     for route in cutlass.range(thread, routes, ROUTE_THREADS, unroll=1):
-        expert = routing.load(route)
+        expert = expert_of(args, route, key)
         if expert >= 0:
             slot = gpu.add_shared_counter(s_cursors + expert * 4, Int32(1))
-            weight = load_value(weights, route, key.weight_dtype) * factor
-            words = [Uint32(route), routing.live(route // key.top_k), *gpu.float_to([weight], "float32"), Uint32(0)]
+            weight = load_value(args.weights, route, key.weight_dtype) * args.factor
+            words = [
+                Uint32(route),
+                live_routes(args, route // key.top_k, key),
+                *gpu.float_to([weight], "float32"),
+                Uint32(0),
+            ]
             gpu.store_words(part.slots + Int64(slot) * SLOT_BYTES, words)
 
 
 @cute.jit
 def _rotate_row(
-    x: Int64,
-    scales: Int64,
-    scratch: Int64,
-    max_tokens: Int32,
+    args: MoeArguments,
     token: Int32,
     expert: Int32,
     row: Int32,
@@ -207,7 +190,7 @@ def _rotate_row(
     key: Constexpr,
 ):
     """Write one rotated row as bytes and its law, by one thread block, whose warps take its blocks of 128 in turn."""
-    part = scratch_at(scratch, max_tokens, key)
+    part = scratch_at(args, key)
     lane = thread & 31
     warp = thread >> 5
     hidden_blocks = key.padded_hidden // BLOCK
@@ -216,7 +199,7 @@ def _rotate_row(
     most = Float32(0.0)
     for index in cutlass.range_constexpr(each):
         block = cutlass.min(index * _WARPS + warp, hidden_blocks - 1)  # past the end the last one again
-        blocks.append(rotated_block(x, scales, token, expert, which, block, lane, key))
+        blocks.append(rotated_block(args, token, expert, which, block, lane, key))
         for value in blocks[index]:
             most = gpu.larger(most, gpu.magnitude(value))
     for mask in (1, 2, 4, 8, 16):
@@ -256,45 +239,19 @@ def _rotate_row(
 
 
 @cute.jit
-def _clear_token(
-    ids: Int64,
-    g_map: Int64,
-    map_length: Int32,
-    map_bytes: Int32,
-    experts: Int32,
-    out: Int64,
-    token: Int32,
-    lane: Int32,
-    key: Constexpr,
-):
+def _clear_token(args: MoeArguments, token: Int32, lane: Int32, key: Constexpr):
     """Zeros for a token that no expert serves."""
-    if Ids(ids, g_map, map_length, map_bytes, experts, key).live(token) == 0:
+    if live_routes(args, token, key) == 0:
         row = Int64(token) * key.hidden
         for channel in cutlass.range(lane, key.hidden, 32, unroll=1):
             if cutlass.const_expr(key.out_dtype == "float32"):
-                gpu.store_words(out + (row + Int64(channel)) * 4, [Uint32(0)])
+                gpu.store_words(args.out + (row + Int64(channel)) * 4, [Uint32(0)])
             else:
-                gpu.store_half(out + (row + Int64(channel)) * 2, Uint32(0))
+                gpu.store_half(args.out + (row + Int64(channel)) * 2, Uint32(0))
 
 
 @cute.kernel
-def route_kernel(
-    x: Int64,
-    ids: Int64,
-    weights: Int64,
-    g_map: Int64,
-    map_length: Int32,
-    map_bytes: Int32,
-    experts: Int32,
-    factor: Float32,
-    descriptors: Int64,
-    scales: Int64,
-    out: Int64,
-    scratch: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    key: Constexpr,
-):
+def route_kernel(args: MoeArguments, key: Constexpr):
     """Block 0 groups; the others rotate, clear and write zeros."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -303,38 +260,20 @@ def route_kernel(
     s_counts = smem.allocate_array(Int32, key.max_experts, byte_alignment=16).toint()
     s_cursors = smem.allocate_array(Int32, key.max_experts, byte_alignment=16).toint()
     s_warps = smem.allocate_array(Int32, 2 * _WARPS, byte_alignment=16).toint()
-    part = scratch_at(scratch, max_tokens, key)
+    part = scratch_at(args, key)
     if cutlass.const_expr(key.overlaps):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
     if block == 0:
-        _group(
-            ids,
-            weights,
-            g_map,
-            map_length,
-            map_bytes,
-            experts,
-            factor,
-            descriptors,
-            scratch,
-            max_tokens,
-            thread,
-            tokens * key.top_k,
-            s_counts,
-            s_cursors,
-            s_warps,
-            key,
-        )
+        _group(args, thread, s_counts, s_cursors, s_warps, key)
     else:
         lane = thread & 31
-        routing = Ids(ids, g_map, map_length, map_bytes, experts, key)
-        counters = max_tokens * counters_per_token(key)
+        counters = args.max_tokens * counters_per_token(key)
         for index in cutlass.range(
             (block - 1) * ROUTE_THREADS + thread, counters, (blocks - 1) * ROUTE_THREADS, unroll=1
         ):
             gpu.store_words(part.up_arrivals + Int64(index) * 4, [Uint32(0)])
-        rows = tokens if cutlass.const_expr(key.shared_inputs) else tokens * key.top_k
+        rows = args.tokens if cutlass.const_expr(key.shared_inputs) else args.tokens * key.top_k
         hidden_blocks = key.padded_hidden // BLOCK
         row_tasks = key.rotated_inputs if cutlass.const_expr(key.is_bytes) else hidden_blocks
         tasks = rows * row_tasks
@@ -344,24 +283,24 @@ def route_kernel(
                 row = task // row_tasks
                 which = task - row * row_tasks
                 if cutlass.const_expr(key.shared_inputs):
-                    _rotate_row(x, scales, scratch, max_tokens, row, Int32(0), row, which, s_warps, thread, key)
+                    _rotate_row(args, row, Int32(0), row, which, s_warps, thread, key)
                 else:
-                    expert = routing.load(row)
+                    expert = expert_of(args, row, key)
                     if expert >= 0:
                         token = row // key.top_k
-                        _rotate_row(x, scales, scratch, max_tokens, token, expert, row, which, s_warps, thread, key)
-            for token in cutlass.range(warp, tokens, (blocks - 1) * _WARPS, unroll=1):
-                _clear_token(ids, g_map, map_length, map_bytes, experts, out, token, lane, key)
+                        _rotate_row(args, token, expert, row, which, s_warps, thread, key)
+            for token in cutlass.range(warp, args.tokens, (blocks - 1) * _WARPS, unroll=1):
+                _clear_token(args, token, lane, key)
         else:
-            for task in cutlass.range(warp, tasks + tokens, (blocks - 1) * _WARPS, unroll=1):
+            for task in cutlass.range(warp, tasks + args.tokens, (blocks - 1) * _WARPS, unroll=1):
                 if task < tasks:
                     row = task // row_tasks
                     hidden_block = task - row * row_tasks
                     if cutlass.const_expr(key.shared_inputs):
-                        _rotate(x, scales, part, row, Int32(0), row, hidden_block, lane, key)
+                        _rotate(args, part, row, Int32(0), row, hidden_block, lane, key)
                     else:
-                        expert = routing.load(row)
+                        expert = expert_of(args, row, key)
                         if expert >= 0:
-                            _rotate(x, scales, part, row // key.top_k, expert, row, hidden_block, lane, key)
+                            _rotate(args, part, row // key.top_k, expert, row, hidden_block, lane, key)
                 else:
-                    _clear_token(ids, g_map, map_length, map_bytes, experts, out, task - tasks, lane, key)
+                    _clear_token(args, task - tasks, lane, key)

@@ -14,14 +14,15 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Constexpr, Float32, Int32, Int64
+from cutlass import Constexpr, Int32
 
-from trellis_format.extent import BLOCK
 from trellis_format.source import Projection
 from trellis_kernels.checks import check_device, check_dtype, check_shape
 from trellis_kernels.cute import compiler
 from trellis_kernels.cute.argument_slots import ArgumentSlots
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.decode import table_address
+from trellis_kernels.cute.moe_arguments import MoeArguments
 from trellis_kernels.cute.moe_direct_down import direct_down_bytes, direct_down_kernel
 from trellis_kernels.cute.moe_direct_up import direct_up_bytes, direct_up_kernel
 from trellis_kernels.cute.moe_down import down_kernel, down_shared_bytes
@@ -39,7 +40,6 @@ _SHARED_PER_SM_KIB = 228
 _ALIGNMENT = 16  # bytes, of x and out
 _MOST_GRID_Y = 65535
 _FULL_THREADS = 768  # of an SM whose threads have 80 registers each
-_ADDRESSES, _INTEGERS = 15, 7  # arguments of the compiled function
 
 
 def _carveout(shared_bytes: int, resident: int) -> int:
@@ -59,175 +59,50 @@ def _occupancy(tiling: Tiling, threads: int, shared_bytes: int) -> dict[str, int
 
 
 @cute.jit
-def _host(
-    x: Int64,
-    ids: Int64,
-    weights: Int64,
-    g_map: Int64,
-    words: Int64,
-    g_table: Int64,
-    descriptors: Int64,
-    input_scales: Int64,
-    middle_scales: Int64,
-    output_scales: Int64,
-    gate_bias: Int64,
-    up_bias: Int64,
-    down_bias: Int64,
-    out: Int64,
-    scratch: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    groups: Int32,
-    blocks: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    experts: Int32,
-    factor: Float32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
+def _host(args: MoeArguments, key: Constexpr, stream: cuda.CUstream):
     if cutlass.const_expr(key.direct):
-        _launch_direct(
-            x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
-            up_bias, down_bias, out, scratch, tokens, max_tokens, map_length, map_bytes, experts, factor, key, stream,
-        )  # fmt: skip
+        routes = args.tokens * key.top_k
+        _launch(direct_up_kernel, "up", routes, direct_up_bytes, args, key, stream)
+        _launch(direct_down_kernel, "down", routes, direct_down_bytes, args, key, stream)
     else:
-        _launch_grouped(
-            x, ids, weights, g_map, words, g_table, descriptors, input_scales, middle_scales, output_scales, gate_bias,
-            up_bias, down_bias, out, scratch, tokens, max_tokens, groups, blocks, map_length, map_bytes, experts,
-            factor, key, stream,
-        )  # fmt: skip
+        route_kernel(args, key).launch(
+            grid=[args.blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps
+        )
+        _launch(up_kernel, "up", args.groups, up_shared_bytes, args, key, stream)
+        _launch(down_kernel, "down", args.groups, down_shared_bytes, args, key, stream)
 
 
-@cute.jit
-def _launch_direct(
-    x: Int64,
-    ids: Int64,
-    weights: Int64,
-    g_map: Int64,
-    words: Int64,
-    g_table: Int64,
-    descriptors: Int64,
-    input_scales: Int64,
-    middle_scales: Int64,
-    output_scales: Int64,
-    gate_bias: Int64,
-    up_bias: Int64,
-    down_bias: Int64,
-    out: Int64,
-    scratch: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    experts: Int32,
-    factor: Float32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
-    direct_up_kernel(
-        x, ids, g_map, map_length, map_bytes, experts, descriptors, words, g_table, input_scales, scratch, tokens,
-        max_tokens, key,
-    ).launch(
-        grid=[key.width // BLOCK // key.up.blocks * key.up.split, tokens * key.top_k, 1],
-        block=[key.threads("up"), 1, 1],
+def _launch(
+    kernel: Any, gemm: str, rows: Int32, shared_bytes: Any, args: MoeArguments, key: MoeSmallKey, stream: cuda.CUstream
+) -> None:
+    """One GEMM: thread blocks of every column by groups or routes."""
+    threads = key.threads(gemm)
+    kernel(args, key).launch(
+        grid=[key.columns(gemm), rows, 1],
+        block=[threads, 1, 1],
         stream=stream,
         use_pdl=key.overlaps,
-        **_occupancy(key.up, key.threads("up"), direct_up_bytes(key)),
-    )  # fmt: skip
-    direct_down_kernel(
-        ids, weights, g_map, map_length, map_bytes, experts, factor, descriptors, words, g_table, middle_scales,
-        gate_bias, up_bias, output_scales, down_bias, out, scratch, max_tokens, key,
-    ).launch(
-        grid=[key.padded_hidden // BLOCK // key.down.blocks, tokens * key.top_k, 1],
-        block=[key.threads("down"), 1, 1],
-        stream=stream,
-        use_pdl=key.overlaps,
-        **_occupancy(key.down, key.threads("down"), direct_down_bytes(key)),
-    )  # fmt: skip
-
-
-@cute.jit
-def _launch_grouped(
-    x: Int64,
-    ids: Int64,
-    weights: Int64,
-    g_map: Int64,
-    words: Int64,
-    g_table: Int64,
-    descriptors: Int64,
-    input_scales: Int64,
-    middle_scales: Int64,
-    output_scales: Int64,
-    gate_bias: Int64,
-    up_bias: Int64,
-    down_bias: Int64,
-    out: Int64,
-    scratch: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    groups: Int32,
-    blocks: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    experts: Int32,
-    factor: Float32,
-    key: Constexpr,
-    stream: cuda.CUstream,
-):
-    route_kernel(
-        x, ids, weights, g_map, map_length, map_bytes, experts, factor, descriptors, input_scales, out, scratch, tokens,
-        max_tokens, key,
-    ).launch(grid=[blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps)  # fmt: skip
-    up_kernel(words, g_table, middle_scales, gate_bias, up_bias, scratch, max_tokens, key).launch(
-        grid=[key.width // BLOCK // key.up.blocks * key.up.split, groups, 1],
-        block=[key.threads("up"), 1, 1],
-        stream=stream,
-        use_pdl=key.overlaps,
-        **_occupancy(key.up, key.threads("up"), up_shared_bytes(key)),
-    )
-    down_kernel(words, g_table, output_scales, down_bias, out, scratch, max_tokens, key).launch(
-        grid=[key.padded_hidden // BLOCK // key.down.blocks * key.down.split, groups, 1],
-        block=[key.threads("down"), 1, 1],
-        stream=stream,
-        use_pdl=key.overlaps,
-        **_occupancy(key.down, key.threads("down"), down_shared_bytes(key)),
+        **_occupancy(key.tiling(gemm), threads, shared_bytes(key)),
     )
 
 
 def build(key: MoeSmallKey, options: str) -> Any:
-    """Compile the three kernels of one key; touches no device and launches nothing.
+    """Compile the kernels of one key; touches no device and launches nothing.
 
     Args:
         key: what to compile.
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of 15 addresses, tokens, capacity, groups, blocks, length and value bytes of the map, experts,
-        factor and a stream.
+        A callable of `MoeArguments` and a stream.
     """
-    return cute.compile(
-        _host,
-        *[Int64(0)] * _ADDRESSES,
-        *[Int32(1)] * _INTEGERS,
-        Float32(1.0),
-        key,
-        cuda.CUstream(0),
-        options=options,
-    )
+    return cute.compile(_host, blank(MoeArguments), key, cuda.CUstream(0), options=options)
 
 
 def load(key: MoeSmallKey) -> None:
     """Put the table of a key's codebook on the current device, so that a launch has nothing left to copy."""
     if key.codebook in TABLE_CODEBOOKS:
         table_address(key.codebook, "compact", torch.cuda.current_device())
-
-
-_X, _IDS, _WEIGHTS, _MAP, _FIXED, _OUT = 0, 1, 2, 3, 4, 13
-_TOKENS, _CAPACITY, _GROUPS, _BLOCKS, _MAP_LENGTH, _MAP_BYTES, _EXPERTS, _FACTOR, _STREAM = range(
-    _ADDRESSES, _ADDRESSES + _INTEGERS + 2
-)
-_KINDS = ("address",) * _ADDRESSES + ("int",) * _INTEGERS + ("float",)
 
 
 class MoeSmall:
@@ -267,20 +142,23 @@ class MoeSmall:
         self._device = experts.codes.device
         self._dtypes = (_DTYPES[key.x_dtype], _DTYPES[key.out_dtype], _DTYPES[key.weight_dtype])
         self._id_dtype = torch.int32 if key.id_bytes == 4 else torch.int64
-        biases = [experts.biases.get(projection) for projection in Projection]
-        fixed = (
-            experts.codes, experts.descriptors, experts.input_scales, experts.intermediate_scales,
-            experts.output_scales, *biases,
-        )  # fmt: skip
+        fixed = {
+            "words": experts.codes,
+            "descriptors": experts.descriptors,
+            "input_scales": experts.input_scales,
+            "middle_scales": experts.intermediate_scales,
+            "output_scales": experts.output_scales,
+            "scratch": scratch,
+            **{f"{projection}_bias": tensor for projection, tensor in experts.biases.items()},
+        }
         with torch.cuda.device(self._device):
-            self._call = ArgumentSlots(compiler.ready(key), _KINDS, cuda.CUstream(0))
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in fixed]
-        addresses.insert(1, table_address(key.codebook, "compact", self._device.index))
-        for index, address in enumerate(addresses):
-            self._call.set(_FIXED + index, address)
-        self._call.set(_OUT + 1, scratch.data_ptr())
-        self._call.set(_CAPACITY, max_tokens)
-        self._call.set(_EXPERTS, self._experts)
+            self._call = ArgumentSlots(compiler.ready(key), MoeArguments, cuda.CUstream(0))
+        self._call.set(
+            g_table=table_address(key.codebook, "compact", self._device.index),
+            max_tokens=max_tokens,
+            experts=self._experts,
+            **{name: tensor.data_ptr() for name, tensor in fixed.items()},
+        )
 
     def __call__(
         self,
@@ -315,16 +193,20 @@ class MoeSmall:
         if tokens == 0:
             return out
         call = self._call
-        for index, tensor in ((_X, x), (_IDS, topk_ids), (_WEIGHTS, topk_weights), (_OUT, out)):
-            call.set(index, tensor.data_ptr())
-        call.set(_TOKENS, tokens)
-        call.set(_GROUPS, self.key.most_groups(tokens, self._experts))
-        call.set(_BLOCKS, route_blocks(self.key, tokens))
-        call.set(_MAP, 0 if expert_map is None else expert_map.data_ptr())
-        call.set(_MAP_LENGTH, self._experts if expert_map is None else expert_map.numel())
-        call.set(_MAP_BYTES, 0 if expert_map is None else expert_map.element_size())
-        call.set(_FACTOR, factor)
-        call.set(_STREAM, torch.cuda.current_stream(self._device).cuda_stream)
+        call.set(
+            x=x.data_ptr(),
+            ids=topk_ids.data_ptr(),
+            weights=topk_weights.data_ptr(),
+            out=out.data_ptr(),
+            tokens=tokens,
+            groups=self.key.most_groups(tokens, self._experts),
+            blocks=route_blocks(self.key, tokens),
+            g_map=0 if expert_map is None else expert_map.data_ptr(),
+            map_length=self._experts if expert_map is None else expert_map.numel(),
+            map_bytes=0 if expert_map is None else expert_map.element_size(),
+            factor=factor,
+            stream=torch.cuda.current_stream(self._device).cuda_stream,
+        )
         if torch.cuda.current_device() == self._device.index:
             call()
         else:

@@ -9,7 +9,7 @@ term is rounded to the output's dtype and added to a float32 row in any order, a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -20,6 +20,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 from trellis_kernels.arguments import check_reduce_routes
 from trellis_kernels.cute import compiler, values
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.argument_tuples import blank, filled
 from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda, check_rows, is_wide
 from trellis_kernels.cute.op_keys import ReduceKey
@@ -28,6 +29,21 @@ __all__ = ["build", "reduce_routes"]
 
 _THREADS = 128
 _SLOTS_AT_ONCE = 4
+
+
+class ReduceArguments(NamedTuple):
+    """Arguments of every stage, which reads `rows` and writes `out`; a pitch is in elements from row to row."""
+
+    rows: Int64
+    weights: Int64
+    out: Int64
+    top_k: Int32
+    channels: Int32
+    row_pitch: Int32
+    weight_pitch: Int32
+    out_pitch: Int32
+    factor: Float32
+    tokens: Int32
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -54,159 +70,84 @@ def _store(g_row: Int64, column: Int32, channels: Int32, chunk: list[Float32], d
         values.store_value(g_row + Int64((column + index) * value_bytes), value, dtype, inside)
 
 
-@cute.kernel
-def _ordered_kernel(
-    rows: Int64,
-    weights: Int64,
-    out: Int64,
-    top_k: Int32,
-    channels: Int32,
-    row_pitch: Int32,
-    weight_pitch: Int32,
-    out_pitch: Int32,
-    factor: Float32,
-    weight_dtype: Constexpr,
-    out_dtype: Constexpr,
-    wide: Constexpr,
-):
+def _offset(index: Any, pitch: Int32, dtype: str = "float32") -> Int64:
+    """Bytes from the first row of a matrix to another."""
+    return Int64(index) * Int64(pitch * VALUE_BYTES[dtype])
+
+
+def _place() -> tuple[Int32, Int32]:
+    """This thread's row and first channel."""
     thread, _, _ = cute.arch.thread_idx()
-    token, group, _ = cute.arch.block_idx()
-    column = (group * _THREADS + thread) * values.CHUNK
+    row, group, _ = cute.arch.block_idx()
+    return row, (group * _THREADS + thread) * values.CHUNK
+
+
+@cute.kernel
+def _ordered_kernel(args: ReduceArguments, key: Constexpr):
+    token, column = _place()
+    channels = args.channels
     if column < channels:
-        g_weights = weights + Int64(token) * Int64(weight_pitch * VALUE_BYTES[weight_dtype])
-        g_rows = rows + Int64(token) * Int64(top_k) * Int64(row_pitch * 4)
+        g_weights = args.weights + _offset(token, args.weight_pitch, key.weight_dtype)
+        g_rows = args.rows + Int64(token) * Int64(args.top_k) * Int64(args.row_pitch * 4)
         r_sum = cute.make_rmem_tensor(cute.make_layout(values.CHUNK), Float32)
         for index in cutlass.range_constexpr(values.CHUNK):
             r_sum[index] = Float32(0.0)
-        for slot in cutlass.range(top_k, unroll=_SLOTS_AT_ONCE):
-            weight = values.load_value(g_weights + Int64(slot * VALUE_BYTES[weight_dtype]), weight_dtype)
-            chunk = _load(g_rows + Int64(slot) * Int64(row_pitch * 4), column, channels, "float32", wide)
-            weight = values.multiply(weight, factor)
+        for slot in cutlass.range(args.top_k, unroll=_SLOTS_AT_ONCE):
+            weight = values.load_value(g_weights + Int64(slot * VALUE_BYTES[key.weight_dtype]), key.weight_dtype)
+            chunk = _load(g_rows + _offset(slot, args.row_pitch), column, channels, "float32", key.wide)
+            weight = values.multiply(weight, args.factor)
             for index in cutlass.range_constexpr(values.CHUNK):
                 r_sum[index] = values.add(r_sum[index], values.multiply(chunk[index], weight))
-        g_out = out + Int64(token) * Int64(out_pitch * VALUE_BYTES[out_dtype])
-        _store(g_out, column, channels, [r_sum[index] for index in range(values.CHUNK)], out_dtype, wide)
+        g_out = args.out + _offset(token, args.out_pitch, key.out_dtype)
+        _store(g_out, column, channels, [r_sum[index] for index in range(values.CHUNK)], key.out_dtype, key.wide)
 
 
 @cute.kernel
-def _zero_kernel(accumulator: Int64, channels: Int32, pitch: Int32):
-    thread, _, _ = cute.arch.thread_idx()
-    token, group, _ = cute.arch.block_idx()
-    column = (group * _THREADS + thread) * values.CHUNK
+def _zero_kernel(args: ReduceArguments, _key: Constexpr):
+    token, column = _place()
     zeros = [Float32(0.0) for _ in range(values.CHUNK)]
-    _store(accumulator + Int64(token) * Int64(pitch * 4), column, channels, zeros, "float32", True)
+    _store(args.out + _offset(token, args.out_pitch), column, args.channels, zeros, "float32", True)
 
 
 @cute.kernel
-def _accumulate_kernel(
-    rows: Int64,
-    weights: Int64,
-    accumulator: Int64,
-    top_k: Int32,
-    channels: Int32,
-    row_pitch: Int32,
-    weight_pitch: Int32,
-    accumulator_pitch: Int32,
-    factor: Float32,
-    weight_dtype: Constexpr,
-    out_dtype: Constexpr,
-    has_vector: Constexpr,
-):
-    thread, _, _ = cute.arch.thread_idx()
-    route, group, _ = cute.arch.block_idx()
-    column = (group * _THREADS + thread) * values.CHUNK
-    if column < channels:
-        token = route // top_k
-        place = Int64(token) * Int64(weight_pitch) + Int64(route % top_k)
-        weight = values.load_value(weights + place * VALUE_BYTES[weight_dtype], weight_dtype)
-        weight = values.multiply(weight, factor)
-        chunk = _load(rows + Int64(route) * Int64(row_pitch * 4), column, channels, "float32", True)
-        terms = [values.rounded(values.multiply(value, weight), out_dtype) for value in chunk]
-        g_sum = accumulator + Int64(token) * Int64(accumulator_pitch * 4) + Int64(column * 4)
+def _accumulate_kernel(args: ReduceArguments, key: Constexpr):
+    route, column = _place()
+    if column < args.channels:
+        token = route // args.top_k
+        place = Int64(token) * Int64(args.weight_pitch) + Int64(route % args.top_k)
+        weight = values.load_value(args.weights + place * VALUE_BYTES[key.weight_dtype], key.weight_dtype)
+        weight = values.multiply(weight, args.factor)
+        chunk = _load(args.rows + _offset(route, args.row_pitch), column, args.channels, "float32", True)
+        terms = [values.rounded(values.multiply(value, weight), key.out_dtype) for value in chunk]
+        g_sum = args.out + _offset(token, args.out_pitch) + Int64(column * 4)
         for half in cutlass.range_constexpr(2):
-            values.accumulate(g_sum + 16 * half, terms[4 * half : 4 * half + 4], has_vector)
+            values.accumulate(g_sum + 16 * half, terms[4 * half : 4 * half + 4], key.arch != "sm_80")
 
 
 @cute.kernel
-def _copy_kernel(
-    accumulator: Int64,
-    out: Int64,
-    channels: Int32,
-    accumulator_pitch: Int32,
-    out_pitch: Int32,
-    out_dtype: Constexpr,
-    wide: Constexpr,
-):
-    thread, _, _ = cute.arch.thread_idx()
-    token, group, _ = cute.arch.block_idx()
-    column = (group * _THREADS + thread) * values.CHUNK
+def _copy_kernel(args: ReduceArguments, key: Constexpr):
+    token, column = _place()
+    channels = args.channels
     if column < channels:
-        chunk = _load(accumulator + Int64(token) * Int64(accumulator_pitch * 4), column, channels, "float32", wide)
-        _store(out + Int64(token) * Int64(out_pitch * VALUE_BYTES[out_dtype]), column, channels, chunk, out_dtype, wide)
+        chunk = _load(args.rows + _offset(token, args.row_pitch), column, channels, "float32", key.wide)
+        g_out = args.out + _offset(token, args.out_pitch, key.out_dtype)
+        _store(g_out, column, channels, chunk, key.out_dtype, key.wide)
+
+
+_KERNELS = {
+    "ordered": _ordered_kernel,
+    "zero": _zero_kernel,
+    "accumulate": _accumulate_kernel,
+    "copy": _copy_kernel,
+}
 
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _host(
-    rows: Int64,
-    weights: Int64,
-    accumulator: Int64,
-    out: Int64,
-    tokens: Int32,
-    top_k: Int32,
-    channels: Int32,
-    row_pitch: Int32,
-    weight_pitch: Int32,
-    accumulator_pitch: Int32,
-    out_pitch: Int32,
-    factor: Float32,
-    stage: Constexpr,
-    weight_dtype: Constexpr,
-    out_dtype: Constexpr,
-    wide: Constexpr,
-    has_vector: Constexpr,
-    stream: cuda.CUstream,
-):
-    groups = (channels + _THREADS * values.CHUNK - 1) // (_THREADS * values.CHUNK)
-    block = [_THREADS, 1, 1]
-    if cutlass.const_expr(stage == "ordered"):
-        _ordered_kernel(
-            rows,
-            weights,
-            out,
-            top_k,
-            channels,
-            row_pitch,
-            weight_pitch,
-            out_pitch,
-            factor,
-            weight_dtype,
-            out_dtype,
-            wide,
-        ).launch(grid=[tokens, groups, 1], block=block, stream=stream)
-    elif cutlass.const_expr(stage == "zero"):
-        _zero_kernel(accumulator, channels, accumulator_pitch).launch(
-            grid=[tokens, groups, 1], block=block, stream=stream
-        )
-    elif cutlass.const_expr(stage == "accumulate"):
-        _accumulate_kernel(
-            rows,
-            weights,
-            accumulator,
-            top_k,
-            channels,
-            row_pitch,
-            weight_pitch,
-            accumulator_pitch,
-            factor,
-            weight_dtype,
-            out_dtype,
-            has_vector,
-        ).launch(grid=[tokens * top_k, groups, 1], block=block, stream=stream)
-    else:
-        _copy_kernel(accumulator, out, channels, accumulator_pitch, out_pitch, out_dtype, wide).launch(
-            grid=[tokens, groups, 1], block=block, stream=stream
-        )
+def _host(args: ReduceArguments, key: Constexpr, stream: cuda.CUstream):
+    groups = (args.channels + _THREADS * values.CHUNK - 1) // (_THREADS * values.CHUNK)
+    rows = args.tokens * args.top_k if cutlass.const_expr(key.stage == "accumulate") else args.tokens
+    _KERNELS[key.stage](args, key).launch(grid=[rows, groups, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
 def build(key: ReduceKey, options: str) -> Any:
@@ -217,21 +158,9 @@ def build(key: ReduceKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of the runtime arguments of `_host`: addresses, then numbers, the factor, and the stream.
+        A callable of `ReduceArguments` and a stream.
     """
-    return cute.compile(
-        _host,
-        *(Int64(0) for _ in range(4)),
-        *(Int32(1) for _ in range(7)),
-        Float32(1.0),
-        key.stage,
-        key.weight_dtype,
-        key.out_dtype,
-        key.wide,
-        key.arch != "sm_80",
-        cuda.CUstream(0),
-        options=options,
-    )
+    return cute.compile(_host, blank(ReduceArguments), key, cuda.CUstream(0), options=options)
 
 
 def reduce_routes(
@@ -264,25 +193,25 @@ def reduce_routes(
     check_rows(aligned=False, topk_weights=topk_weights, out=out)
     stages = ("zero", "accumulate", "copy") if atomic else ("ordered",)
     wide = is_wide(out) and (atomic or is_wide(rows))
-    stream = torch.cuda.current_stream(out.device).cuda_stream
     with torch.cuda.device(out.device):
+        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         for stage in stages:
-            kernel = compiler.ready(_key(stage, topk_weights, out, wide))
-            kernel(
-                rows.data_ptr(),
-                topk_weights.data_ptr(),
-                0 if accumulator is None else accumulator.data_ptr(),
-                out.data_ptr(),
-                tokens,
-                top_k,
-                channels if stage in ("ordered", "copy") else -(-channels // values.CHUNK) * values.CHUNK,
-                rows.stride(0),
-                topk_weights.stride(0),
-                0 if accumulator is None else accumulator.stride(0),
-                out.stride(0),
-                float(factor),
-                cuda.CUstream(stream),
+            source = accumulator if stage == "copy" else rows
+            target = accumulator if stage in ("zero", "accumulate") else out
+            args = filled(
+                ReduceArguments,
+                rows=source,
+                weights=topk_weights,
+                out=target,
+                top_k=top_k,
+                channels=channels if target is out else -(-channels // values.CHUNK) * values.CHUNK,
+                row_pitch=source.stride(0),
+                weight_pitch=topk_weights.stride(0),
+                out_pitch=target.stride(0),
+                factor=factor,
+                tokens=tokens,
             )
+            compiler.ready(_key(stage, topk_weights, out, wide))(args, stream)
     return out
 
 

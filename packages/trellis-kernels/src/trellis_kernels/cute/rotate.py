@@ -11,7 +11,7 @@ has its bits; data is read once and written once.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -23,6 +23,7 @@ from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.arguments import check_rotate_input, check_rotate_output
 from trellis_kernels.cute import compiler, values
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.argument_tuples import blank, filled
 from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda, check_rows, index_bytes, is_wide
 from trellis_kernels.cute.op_keys import RotateKey
@@ -33,6 +34,28 @@ __all__ = ["build", "rotate_input", "rotate_output"]
 _WARPS = 4
 _LANE_CHANNELS = LANES * values.CHUNK  # channels that a warp holds in one chunk a lane
 _MANY_ROWS = 512  # from here on rows alone fill the device, and a warp takes four at once
+
+
+class RotateArguments(NamedTuple):
+    """Arguments of a launch; `rows` and `tables` are index vectors of values of so many bytes, 0 for none."""
+
+    x: Int64
+    scales: Int64
+    bias: Int64
+    rows: Int64
+    tables: Int64
+    out: Int64
+    rows_in: Int32
+    width: Int32
+    pitch: Int32
+    scale_rows: Int32
+    scale_pitch: Int32
+    bias_rows: Int32
+    bias_pitch: Int32
+    rows_out: Int32
+    channels: Int32
+    rows_bytes: Int32
+    tables_bytes: Int32
 
 
 # Helpers below are plain Python that runs once, at trace time: their loops are unrolled code.
@@ -96,78 +119,58 @@ def _table_row(index: Int32, count: Int32) -> tuple[Int64, Boolean]:
 
 
 @cute.kernel
-def _rotate_kernel(
-    x: Int64,
-    scales: Int64,
-    bias: Int64,
-    rows: Int64,
-    tables: Int64,
-    out: Int64,
-    rows_in: Int32,
-    width: Int32,
-    pitch: Int32,
-    scale_rows: Int32,
-    scale_pitch: Int32,
-    bias_rows: Int32,
-    bias_pitch: Int32,
-    rows_out: Int32,
-    channels: Int32,
-    rows_bytes: Int32,
-    tables_bytes: Int32,
-    side: Constexpr,
-    block: Constexpr,
-    in_dtype: Constexpr,
-    out_dtype: Constexpr,
-    wide: Constexpr,
-    rows_at_once: Constexpr,
-):
+def _rotate_kernel(args: RotateArguments, key: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     first_row, group, _ = cute.arch.block_idx()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
-    chunk_count = max(block // _LANE_CHANNELS, 1)
+    chunk_count = max(key.block // _LANE_CHANNELS, 1)
     span = (group * _WARPS + warp) * (chunk_count * _LANE_CHANNELS)
-    if span < channels:
+    if span < args.channels:
         columns = [span + lane * values.CHUNK + _LANE_CHANNELS * chunk for chunk in range(chunk_count)]
-        places = [first_row * rows_at_once + index for index in range(rows_at_once)]
+        places = [first_row * key.rows_at_once + index for index in range(key.rows_at_once)]
         held, known_rows, table_indices = [], [], []
-        for index in cutlass.range_constexpr(rows_at_once):
-            place = cutlass.min(places[index], rows_out - 1)
-            row, known = _row_of(values.load_index(rows, place, rows_bytes, place), rows_in)
-            g_row = x + row * Int64(pitch * VALUE_BYTES[in_dtype])
-            held.append([_load_row(g_row, column, width, in_dtype, wide) for column in columns])
+        for index in cutlass.range_constexpr(key.rows_at_once):
+            place = cutlass.min(places[index], args.rows_out - 1)
+            row, known = _row_of(values.load_index(args.rows, place, args.rows_bytes, place), args.rows_in)
+            g_row = args.x + row * Int64(args.pitch * VALUE_BYTES[key.in_dtype])
+            held.append([_load_row(g_row, column, args.width, key.in_dtype, key.wide) for column in columns])
             known_rows.append(known)
-            table_indices.append(values.load_index(tables, place, tables_bytes, Int32(0)))
-        for index in cutlass.range_constexpr(rows_at_once):
-            table, known_table = _table_row(table_indices[index], scale_rows)
+            table_indices.append(values.load_index(args.tables, place, args.tables_bytes, Int32(0)))
+        for index in cutlass.range_constexpr(key.rows_at_once):
+            table, known_table = _table_row(table_indices[index], args.scale_rows)
             live = known_rows[index] & known_table
-            g_scales = scales + table * Int64(scale_pitch * 2)
-            scale = [_load_scales(g_scales, column, channels) for column in columns]
+            g_scales = args.scales + table * Int64(args.scale_pitch * 2)
+            scale = [_load_scales(g_scales, column, args.channels) for column in columns]
             chunks = held[index]
-            if cutlass.const_expr(side == "input"):
+            if cutlass.const_expr(key.side == "input"):
                 chunks = [_times(chunk, factors) for chunk, factors in zip(chunks, scale, strict=True)]
-                chunks = _hadamard(chunks, lane, block)
+                chunks = _hadamard(chunks, lane, key.block)
             else:
-                chunks = _hadamard(chunks, lane, block)
+                chunks = _hadamard(chunks, lane, key.block)
                 chunks = [_times(chunk, factors) for chunk, factors in zip(chunks, scale, strict=True)]
                 flat = cute.make_rmem_tensor(cute.make_layout(chunk_count * values.CHUNK), Float32)
                 for at, value in enumerate(value for chunk in chunks for value in chunk):
                     flat[at] = value
-                if bias_rows > 0:
-                    bias_row, known_bias = _table_row(table_indices[index], bias_rows)
+                if args.bias_rows > 0:
+                    bias_row, known_bias = _table_row(table_indices[index], args.bias_rows)
                     live = live & known_bias
-                    g_bias = bias + bias_row * Int64(bias_pitch * 2)
-                    addends = [value for column in columns for value in _load_scales(g_bias, column, channels)]
+                    g_bias = args.bias + bias_row * Int64(args.bias_pitch * 2)
+                    addends = [value for column in columns for value in _load_scales(g_bias, column, args.channels)]
                     for at in cutlass.range_constexpr(chunk_count * values.CHUNK):
                         flat[at] = values.add(flat[at], addends[at])
                 chunks = [
                     [flat[values.CHUNK * chunk + at] for at in range(values.CHUNK)] for chunk in range(chunk_count)
                 ]
-            g_out = out + Int64(places[index]) * Int64(channels * VALUE_BYTES[out_dtype])
+            g_out = args.out + Int64(places[index]) * Int64(args.channels * VALUE_BYTES[key.out_dtype])
             for chunk in cutlass.range_constexpr(chunk_count):
-                inside = (columns[chunk] < channels) & (places[index] < rows_out)
+                inside = (columns[chunk] < args.channels) & (places[index] < args.rows_out)
                 values.store_chunk(
-                    g_out + Int64(columns[chunk] * VALUE_BYTES[out_dtype]), chunks[chunk], out_dtype, inside, live
+                    g_out + Int64(columns[chunk] * VALUE_BYTES[key.out_dtype]),
+                    chunks[chunk],
+                    key.out_dtype,
+                    inside,
+                    live,
                 )
 
 
@@ -177,61 +180,11 @@ def _times(chunk: list[Float32], factors: list[Float32]) -> list[Float32]:
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _rotate_host(
-    x: Int64,
-    scales: Int64,
-    bias: Int64,
-    rows: Int64,
-    tables: Int64,
-    out: Int64,
-    rows_in: Int32,
-    width: Int32,
-    pitch: Int32,
-    scale_rows: Int32,
-    scale_pitch: Int32,
-    bias_rows: Int32,
-    bias_pitch: Int32,
-    rows_out: Int32,
-    channels: Int32,
-    rows_bytes: Int32,
-    tables_bytes: Int32,
-    side: Constexpr,
-    block: Constexpr,
-    in_dtype: Constexpr,
-    out_dtype: Constexpr,
-    wide: Constexpr,
-    rows_at_once: Constexpr,
-    stream: cuda.CUstream,
-):
-    span = _WARPS * max(block, _LANE_CHANNELS)
-    _rotate_kernel(
-        x,
-        scales,
-        bias,
-        rows,
-        tables,
-        out,
-        rows_in,
-        width,
-        pitch,
-        scale_rows,
-        scale_pitch,
-        bias_rows,
-        bias_pitch,
-        rows_out,
-        channels,
-        rows_bytes,
-        tables_bytes,
-        side,
-        block,
-        in_dtype,
-        out_dtype,
-        wide,
-        rows_at_once,
-    ).launch(
-        grid=[(rows_out + rows_at_once - 1) // rows_at_once, (channels + span - 1) // span, 1],
-        block=[_WARPS * LANES, 1, 1],
-        stream=stream,
+def _host(args: RotateArguments, key: Constexpr, stream: cuda.CUstream):
+    span = _WARPS * max(key.block, _LANE_CHANNELS)
+    rows = (args.rows_out + key.rows_at_once - 1) // key.rows_at_once
+    _rotate_kernel(args, key).launch(
+        grid=[rows, (args.channels + span - 1) // span, 1], block=[_WARPS * LANES, 1, 1], stream=stream
     )
 
 
@@ -243,21 +196,9 @@ def build(key: RotateKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of the runtime arguments of `_rotate_host`: addresses, then numbers, then the stream.
+        A callable of `RotateArguments` and a stream.
     """
-    return cute.compile(
-        _rotate_host,
-        *(Int64(0) for _ in range(6)),
-        *(Int32(1) for _ in range(11)),
-        key.side,
-        key.block,
-        key.in_dtype,
-        key.out_dtype,
-        key.wide,
-        key.rows_at_once,
-        cuda.CUstream(0),
-        options=options,
-    )
+    return cute.compile(_host, blank(RotateArguments), key, cuda.CUstream(0), options=options)
 
 
 def rotate_input(
@@ -336,25 +277,26 @@ def _launch(
     )
     rows_address, rows_bytes = index_bytes("rows", rows)
     tables_address, tables_bytes = index_bytes("tables", tables)
+    args = filled(
+        RotateArguments,
+        x=x,
+        scales=scales,
+        bias=bias,
+        rows=rows_address,
+        tables=tables_address,
+        out=out,
+        rows_in=x.shape[0],
+        width=x.shape[1],
+        pitch=x.stride(0),
+        scale_rows=scales.shape[0],
+        scale_pitch=scales.stride(0),
+        bias_rows=0 if bias is None else bias.shape[0],
+        bias_pitch=0 if bias is None else bias.stride(0),
+        rows_out=rows_out,
+        channels=channels,
+        rows_bytes=rows_bytes,
+        tables_bytes=tables_bytes,
+    )
     with torch.cuda.device(out.device):
-        compiler.ready(key)(
-            x.data_ptr(),
-            scales.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            rows_address,
-            tables_address,
-            out.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            x.stride(0),
-            scales.shape[0],
-            scales.stride(0),
-            0 if bias is None else bias.shape[0],
-            0 if bias is None else bias.stride(0),
-            rows_out,
-            channels,
-            rows_bytes,
-            tables_bytes,
-            cuda.CUstream(torch.cuda.current_stream().cuda_stream),
-        )
+        compiler.ready(key)(args, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
     return out

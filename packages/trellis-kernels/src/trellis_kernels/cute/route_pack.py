@@ -11,7 +11,7 @@ threads race for a slot.  Unordered: an atomic counter of the tile hands out slo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -22,6 +22,7 @@ from cutlass import Constexpr, Int32, Int64, Uint32
 from trellis_kernels.arguments import check_topk_ids
 from trellis_kernels.cute import compiler, words
 from trellis_kernels.cute.archs import arch_of_device
+from trellis_kernels.cute.argument_tuples import blank, filled
 from trellis_kernels.cute.launch import check_cuda
 from trellis_kernels.cute.op_keys import PACK_STEPS, PackKey, pack_class, pack_tiles, pack_warps
 from trellis_kernels.cute.values import load_index
@@ -36,28 +37,41 @@ _TILES_AT_ONCE = 8  # counts that a thread of `offsets` has in flight
 _FEW_SLOTS = 1 << 14  # that one block may fill alone
 
 
+class PackArguments(NamedTuple):
+    """Arguments of every stage."""
+
+    ids: Int64
+    expert_map: Int64
+    slots_out: Int64
+    owners: Int64
+    offsets: Int64
+    counts: Int64
+    packed_count: Int64
+    work: Int64
+    routes: Int32
+    slots: Int32
+    blocks: Int32
+    id_bytes: Int32
+    map_length: Int32
+    map_bytes: Int32
+    tiles: Int32
+    num_experts: Int32
+    block_rows: Int32
+
+
 # ------------------------------------------------------------------------------------------------------ device
 @cute.jit
-def _expert_of(
-    ids: Int64,
-    expert_map: Int64,
-    place: Int32,
-    routes: Int32,
-    id_bytes: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    num_experts: Int32,
-) -> Int32:
+def _expert_of(args: PackArguments, place: Int32) -> Int32:
     """Local expert of a route; -1 past the last route and for a route that is dropped."""
     expert = Int32(-1)
-    if place < routes:
-        expert = load_index(ids, place, id_bytes, Int32(-1))
-        if map_length >= 0:
+    if place < args.routes:
+        expert = load_index(args.ids, place, args.id_bytes, Int32(-1))
+        if args.map_length >= 0:
             mapped = Int32(-1)
-            if (expert >= 0) & (expert < map_length):
-                mapped = load_index(expert_map, expert, map_bytes, Int32(-1))
+            if (expert >= 0) & (expert < args.map_length):
+                mapped = load_index(args.expert_map, expert, args.map_bytes, Int32(-1))
             expert = mapped
-    if (expert < 0) | (expert >= num_experts):
+    if (expert < 0) | (expert >= args.num_experts):
         expert = Int32(-1)
     return expert
 
@@ -118,156 +132,104 @@ def _scan_block(s_sums: Int32, value: Int32, thread: Int32, warps: Constexpr):
 
 
 @cute.jit
-def _own_blocks(
-    g_owners: Int64, g_offsets: Int64, blocks: Int32, block_rows: Int32, num_experts: Int32, first: Int32, stride: Int32
-):
+def _own_blocks(args: PackArguments, first: Int32, stride: Int32):
     """Write the expert of each block, -1 past the last used one; offsets ascend, so a search finds it."""
-    used = words.load_global(g_offsets + Int64(num_experts) * 4)
-    for block in cutlass.range(first, blocks, stride, unroll=1):
-        slot = block * block_rows
+    used = words.load_global(args.offsets + Int64(args.num_experts) * 4)
+    for block in cutlass.range(first, args.blocks, stride, unroll=1):
+        slot = block * args.block_rows
         owner = Int32(-1)
         if slot < used:
             low = Int32(0)
-            high = num_experts
+            high = args.num_experts
             while high - low > 1:
                 middle = (low + high) // 2
-                if words.load_global(g_offsets + Int64(middle) * 4) <= slot:
+                if words.load_global(args.offsets + Int64(middle) * 4) <= slot:
                     low = middle
                 else:
                     high = middle
             owner = low
-        words.store_global(g_owners + Int64(block) * 4, owner)
+        words.store_global(args.owners + Int64(block) * 4, owner)
 
 
 @cute.kernel
-def _count_kernel(
-    ids: Int64,
-    expert_map: Int64,
-    slots_out: Int64,
-    work: Int64,
-    routes: Int32,
-    slots: Int32,
-    num_experts: Int32,
-    id_bytes: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    max_experts: Constexpr,
-):
-    threads = pack_warps(max_experts) * LANES
+def _count_kernel(args: PackArguments, key: Constexpr):
+    threads = pack_warps(key.max_experts) * LANES
     thread, _, _ = cute.arch.thread_idx()
     tile, _, _ = cute.arch.block_idx()
     tiles, _, _ = cute.arch.grid_dim()
-    s_counters = cute.arch.alloc_smem(Int32, max_experts, 16).toint()
-    _clear(s_counters, num_experts, thread, threads)
+    s_counters = cute.arch.alloc_smem(Int32, key.max_experts, 16).toint()
+    _clear(s_counters, args.num_experts, thread, threads)
     words.sync_block()
-    experts = [
-        _expert_of(
-            ids,
-            expert_map,
-            tile * (threads * PACK_STEPS) + step * threads + thread,
-            routes,
-            id_bytes,
-            map_length,
-            map_bytes,
-            num_experts,
-        )
-        for step in range(PACK_STEPS)
-    ]
+    experts = [_expert_of(args, tile * (threads * PACK_STEPS) + step * threads + thread) for step in range(PACK_STEPS)]
     for step in cutlass.range_constexpr(PACK_STEPS):
         if experts[step] >= 0:
             words.add_shared(s_counters + experts[step] * 4, Int32(1))
     words.sync_block()
-    for expert in cutlass.range(thread, num_experts, threads, unroll=1):
+    for expert in cutlass.range(thread, args.num_experts, threads, unroll=1):
         count = words.load_shared(s_counters + expert * 4)
-        words.store_global(work + (Int64(tile) * Int64(num_experts) + Int64(expert)) * 4, count)
-    _fill(slots_out, slots, routes, tile * threads + thread, tiles * threads)
+        words.store_global(args.work + (Int64(tile) * Int64(args.num_experts) + Int64(expert)) * 4, count)
+    _fill(args.slots_out, args.slots, args.routes, tile * threads + thread, tiles * threads)
 
 
 @cute.kernel
-def _offsets_kernel(
-    work: Int64,
-    offsets: Int64,
-    counts: Int64,
-    packed_count: Int64,
-    tiles: Int32,
-    num_experts: Int32,
-    block_rows: Int32,
-):
+def _offsets_kernel(args: PackArguments, _key: Constexpr):
     thread, _, _ = cute.arch.thread_idx()
     warps = _SCAN_THREADS // LANES
     s_sums = cute.arch.alloc_smem(Int32, warps, 16).toint()
     carry = Int32(0)
-    for first in cutlass.range(0, num_experts, _SCAN_THREADS, unroll=1):
+    for first in cutlass.range(0, args.num_experts, _SCAN_THREADS, unroll=1):
         expert = first + thread
         total = Int32(0)
-        if expert < num_experts:
-            for tile in cutlass.range(0, tiles, _TILES_AT_ONCE, unroll=1):
+        if expert < args.num_experts:
+            for tile in cutlass.range(0, args.tiles, _TILES_AT_ONCE, unroll=1):
                 g_tile = [
-                    work + (Int64(cutlass.min(tile + index, tiles - 1)) * Int64(num_experts) + Int64(expert)) * 4
+                    args.work
+                    + (Int64(cutlass.min(tile + index, args.tiles - 1)) * Int64(args.num_experts) + Int64(expert)) * 4
                     for index in range(_TILES_AT_ONCE)
                 ]
                 found = [words.load_global(address) for address in g_tile]
                 for index in cutlass.range_constexpr(_TILES_AT_ONCE):
-                    if tile + index < tiles:
+                    if tile + index < args.tiles:
                         words.store_global(g_tile[index], total)
                         total = total + found[index]
-        padded = (total + block_rows - 1) // block_rows * block_rows
+        padded = (total + args.block_rows - 1) // args.block_rows * args.block_rows
         before, all_padded = _scan_block(s_sums, padded, thread, warps)
-        if expert < num_experts:
-            words.store_global(offsets + Int64(expert) * 4, carry + before)
-            words.store_global(counts + Int64(expert) * 4, total)
+        if expert < args.num_experts:
+            words.store_global(args.offsets + Int64(expert) * 4, carry + before)
+            words.store_global(args.counts + Int64(expert) * 4, total)
         carry = carry + all_padded
     if thread == 0:
-        words.store_global(offsets + Int64(num_experts) * 4, carry)
-        words.store_global(packed_count, carry)
+        words.store_global(args.offsets + Int64(args.num_experts) * 4, carry)
+        words.store_global(args.packed_count, carry)
 
 
 @cute.kernel
-def _place_kernel(
-    ids: Int64,
-    expert_map: Int64,
-    slots_out: Int64,
-    owners: Int64,
-    offsets: Int64,
-    work: Int64,
-    routes: Int32,
-    blocks: Int32,
-    num_experts: Int32,
-    block_rows: Int32,
-    id_bytes: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    max_experts: Constexpr,
-    stable: Constexpr,
-):
-    warps = pack_warps(max_experts)
+def _place_kernel(args: PackArguments, key: Constexpr):
+    warps = pack_warps(key.max_experts)
     threads = warps * LANES
     thread, _, _ = cute.arch.thread_idx()
     tile, _, _ = cute.arch.block_idx()
     tiles, _, _ = cute.arch.grid_dim()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
-    counters = warps if stable else 1
-    s_counters = cute.arch.alloc_smem(Int32, counters * max_experts, 16).toint()
-    s_mine = s_counters + warp * (max_experts * 4) if stable else s_counters
+    counters = warps if key.stable else 1
+    s_counters = cute.arch.alloc_smem(Int32, counters * key.max_experts, 16).toint()
+    s_mine = s_counters + warp * (key.max_experts * 4) if key.stable else s_counters
     first = tile * (threads * PACK_STEPS) + warp * (LANES * PACK_STEPS) + lane
-    experts = [
-        _expert_of(ids, expert_map, first + step * LANES, routes, id_bytes, map_length, map_bytes, num_experts)
-        for step in range(PACK_STEPS)
-    ]
+    experts = [_expert_of(args, first + step * LANES) for step in range(PACK_STEPS)]
     ranks = [Int32(0) for _ in range(PACK_STEPS)]
-    if cutlass.const_expr(stable):
-        _clear(s_counters, counters * max_experts, thread, threads)
+    if cutlass.const_expr(key.stable):
+        _clear(s_counters, counters * key.max_experts, thread, threads)
         words.sync_block()
         ranks = [_rank(s_mine, experts[step], lane) for step in range(PACK_STEPS)]
         words.sync_block()
-    for expert in cutlass.range(thread, num_experts, threads, unroll=1):
-        slot = words.load_global(offsets + Int64(expert) * 4) + words.load_global(
-            work + (Int64(tile) * Int64(num_experts) + Int64(expert)) * 4
+    for expert in cutlass.range(thread, args.num_experts, threads, unroll=1):
+        slot = words.load_global(args.offsets + Int64(expert) * 4) + words.load_global(
+            args.work + (Int64(tile) * Int64(args.num_experts) + Int64(expert)) * 4
         )
         for index in cutlass.range_constexpr(counters):
-            s_counter = s_counters + (index * max_experts + expert) * 4
-            if cutlass.const_expr(stable):
+            s_counter = s_counters + (index * key.max_experts + expert) * 4
+            if cutlass.const_expr(key.stable):
                 count = words.load_shared(s_counter)
                 words.store_shared(s_counter, slot)
                 slot = slot + count
@@ -277,149 +239,67 @@ def _place_kernel(
     for step in cutlass.range_constexpr(PACK_STEPS):
         if experts[step] >= 0:
             s_counter = s_mine + experts[step] * 4
-            slot = words.load_shared(s_counter) + ranks[step] if stable else words.add_shared(s_counter, Int32(1))
-            words.store_global(slots_out + Int64(slot) * 4, first + step * LANES)
-    _own_blocks(owners, offsets, blocks, block_rows, num_experts, tile * threads + thread, tiles * threads)
+            slot = words.load_shared(s_counter) + ranks[step] if key.stable else words.add_shared(s_counter, Int32(1))
+            words.store_global(args.slots_out + Int64(slot) * 4, first + step * LANES)
+    _own_blocks(args, tile * threads + thread, tiles * threads)
 
 
 @cute.kernel
-def _all_kernel(
-    ids: Int64,
-    expert_map: Int64,
-    slots_out: Int64,
-    owners: Int64,
-    offsets: Int64,
-    counts: Int64,
-    packed_count: Int64,
-    routes: Int32,
-    slots: Int32,
-    blocks: Int32,
-    num_experts: Int32,
-    block_rows: Int32,
-    id_bytes: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    max_experts: Constexpr,
-):
-    warps = pack_warps(max_experts)
+def _all_kernel(args: PackArguments, key: Constexpr):
+    warps = pack_warps(key.max_experts)
     threads = warps * LANES
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
-    s_counters = cute.arch.alloc_smem(Int32, warps * max_experts, 16).toint()
+    s_counters = cute.arch.alloc_smem(Int32, warps * key.max_experts, 16).toint()
     s_sums = cute.arch.alloc_smem(Int32, warps, 16).toint()
-    s_mine = s_counters + warp * (max_experts * 4)
+    s_mine = s_counters + warp * (key.max_experts * 4)
     first = warp * (LANES * PACK_STEPS) + lane
-    experts = [
-        _expert_of(ids, expert_map, first + step * LANES, routes, id_bytes, map_length, map_bytes, num_experts)
-        for step in range(PACK_STEPS)
-    ]
-    _clear(s_counters, Int32(warps * max_experts), thread, threads)
-    _fill(slots_out, slots, routes, thread, Int32(threads))
+    experts = [_expert_of(args, first + step * LANES) for step in range(PACK_STEPS)]
+    _clear(s_counters, Int32(warps * key.max_experts), thread, threads)
+    _fill(args.slots_out, args.slots, args.routes, thread, Int32(threads))
     words.sync_block()
     ranks = [_rank(s_mine, experts[step], lane) for step in range(PACK_STEPS)]
     words.sync_block()
     carry = Int32(0)
-    for group in cutlass.range(0, num_experts, threads, unroll=1):
+    for group in cutlass.range(0, args.num_experts, threads, unroll=1):
         expert = group + thread
         total = Int32(0)
-        if expert < num_experts:
+        if expert < args.num_experts:
             for index in cutlass.range_constexpr(warps):
-                total = total + words.load_shared(s_counters + (index * max_experts + expert) * 4)
-        padded = (total + block_rows - 1) // block_rows * block_rows
+                total = total + words.load_shared(s_counters + (index * key.max_experts + expert) * 4)
+        padded = (total + args.block_rows - 1) // args.block_rows * args.block_rows
         before, all_padded = _scan_block(s_sums, padded, thread, warps)
-        if expert < num_experts:
+        if expert < args.num_experts:
             slot = carry + before
-            words.store_global(offsets + Int64(expert) * 4, slot)
-            words.store_global(counts + Int64(expert) * 4, total)
+            words.store_global(args.offsets + Int64(expert) * 4, slot)
+            words.store_global(args.counts + Int64(expert) * 4, total)
             for index in cutlass.range_constexpr(warps):
-                s_counter = s_counters + (index * max_experts + expert) * 4
+                s_counter = s_counters + (index * key.max_experts + expert) * 4
                 count = words.load_shared(s_counter)
                 words.store_shared(s_counter, slot)
                 slot = slot + count
         carry = carry + all_padded
     if thread == 0:
-        words.store_global(offsets + Int64(num_experts) * 4, carry)
-        words.store_global(packed_count, carry)
+        words.store_global(args.offsets + Int64(args.num_experts) * 4, carry)
+        words.store_global(args.packed_count, carry)
     words.sync_block()
     for step in cutlass.range_constexpr(PACK_STEPS):
         if experts[step] >= 0:
             slot = words.load_shared(s_mine + experts[step] * 4) + ranks[step]
-            words.store_global(slots_out + Int64(slot) * 4, first + step * LANES)
-    _own_blocks(owners, offsets, blocks, block_rows, num_experts, thread, Int32(threads))
+            words.store_global(args.slots_out + Int64(slot) * 4, first + step * LANES)
+    _own_blocks(args, thread, Int32(threads))
 
 
 # ------------------------------------------------------------------------------------------------------ host
+_KERNELS = {"all": _all_kernel, "count": _count_kernel, "offsets": _offsets_kernel, "place": _place_kernel}
+
+
 @cute.jit
-def _host(
-    ids: Int64,
-    expert_map: Int64,
-    slots_out: Int64,
-    owners: Int64,
-    offsets: Int64,
-    counts: Int64,
-    packed_count: Int64,
-    work: Int64,
-    routes: Int32,
-    slots: Int32,
-    blocks: Int32,
-    num_experts: Int32,
-    block_rows: Int32,
-    id_bytes: Int32,
-    map_length: Int32,
-    map_bytes: Int32,
-    tiles: Int32,
-    stage: Constexpr,
-    max_experts: Constexpr,
-    stable: Constexpr,
-    stream: cuda.CUstream,
-):
-    block = [pack_warps(max_experts) * LANES, 1, 1]
-    if cutlass.const_expr(stage == "all"):
-        _all_kernel(
-            ids,
-            expert_map,
-            slots_out,
-            owners,
-            offsets,
-            counts,
-            packed_count,
-            routes,
-            slots,
-            blocks,
-            num_experts,
-            block_rows,
-            id_bytes,
-            map_length,
-            map_bytes,
-            max_experts,
-        ).launch(grid=[1, 1, 1], block=block, stream=stream)
-    elif cutlass.const_expr(stage == "count"):
-        _count_kernel(
-            ids, expert_map, slots_out, work, routes, slots, num_experts, id_bytes, map_length, map_bytes, max_experts
-        ).launch(grid=[tiles, 1, 1], block=block, stream=stream)
-    elif cutlass.const_expr(stage == "offsets"):
-        _offsets_kernel(work, offsets, counts, packed_count, tiles, num_experts, block_rows).launch(
-            grid=[1, 1, 1], block=[_SCAN_THREADS, 1, 1], stream=stream
-        )
-    else:
-        _place_kernel(
-            ids,
-            expert_map,
-            slots_out,
-            owners,
-            offsets,
-            work,
-            routes,
-            blocks,
-            num_experts,
-            block_rows,
-            id_bytes,
-            map_length,
-            map_bytes,
-            max_experts,
-            stable,
-        ).launch(grid=[tiles, 1, 1], block=block, stream=stream)
+def _host(args: PackArguments, key: Constexpr, stream: cuda.CUstream):
+    tiles = args.tiles if cutlass.const_expr(key.stage in ("count", "place")) else 1
+    threads = _SCAN_THREADS if key.stage == "offsets" else pack_warps(key.max_experts) * LANES
+    _KERNELS[key.stage](args, key).launch(grid=[tiles, 1, 1], block=[threads, 1, 1], stream=stream)
 
 
 def build(key: PackKey, options: str) -> Any:
@@ -430,18 +310,9 @@ def build(key: PackKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of the runtime arguments of `_host`: addresses, then numbers, then the stream.
+        A callable of `PackArguments` and a stream.
     """
-    return cute.compile(
-        _host,
-        *(Int64(0) for _ in range(8)),
-        *(Int32(1) for _ in range(9)),
-        key.stage,
-        key.max_experts,
-        key.stable,
-        cuda.CUstream(0),
-        options=options,
-    )
+    return cute.compile(_host, blank(PackArguments), key, cuda.CUstream(0), options=options)
 
 
 def pack_routes(
@@ -499,29 +370,30 @@ def pack_into(
     stages = _stages(
         arch_of_device(topk_ids.device.index).name, pack_class(num_experts), stable, tiles == 1 and slots <= _FEW_SLOTS
     )
+    args = filled(
+        PackArguments,
+        ids=topk_ids,
+        expert_map=expert_map,
+        slots_out=packed.route_indices,
+        owners=packed.block_experts,
+        offsets=packed.expert_offsets,
+        counts=packed.expert_counts,
+        packed_count=packed.packed_count,
+        work=work,
+        routes=routes,
+        slots=slots,
+        blocks=packed.block_experts.numel(),
+        num_experts=num_experts,
+        block_rows=packed.block_rows,
+        id_bytes=topk_ids.element_size(),
+        map_length=-1 if expert_map is None else expert_map.numel(),
+        map_bytes=0 if expert_map is None else expert_map.element_size(),
+        tiles=tiles,
+    )
     with torch.cuda.device(topk_ids.device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         for key in stages:
-            compiler.ready(key)(
-                topk_ids.data_ptr(),
-                0 if expert_map is None else expert_map.data_ptr(),
-                packed.route_indices.data_ptr(),
-                packed.block_experts.data_ptr(),
-                packed.expert_offsets.data_ptr(),
-                packed.expert_counts.data_ptr(),
-                packed.packed_count.data_ptr(),
-                work.data_ptr(),
-                routes,
-                slots,
-                packed.block_experts.numel(),
-                num_experts,
-                packed.block_rows,
-                topk_ids.element_size(),
-                -1 if expert_map is None else expert_map.numel(),
-                0 if expert_map is None else expert_map.element_size(),
-                tiles,
-                stream,
-            )
+            compiler.ready(key)(args, stream)
 
 
 def _stages(arch: str, max_experts: int, stable: bool, one: bool) -> tuple[PackKey, ...]:
