@@ -110,7 +110,7 @@ class ActivateArguments(NamedTuple):
 
 
 @cute.kernel
-def _activate_kernel(args: ActivateArguments, key: Constexpr):
+def _activate_kernel(key: Constexpr, args: ActivateArguments):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     first = (block * _THREADS + thread) * values.CHUNK
@@ -137,7 +137,7 @@ def _activate_kernel(args: ActivateArguments, key: Constexpr):
 @cute.jit
 def _host(args: ActivateArguments, key: Constexpr, stream: cuda.CUstream):
     per_block = _THREADS * values.CHUNK
-    _activate_kernel(args, key).launch(
+    _activate_kernel(key, args).launch(
         grid=[(args.count + per_block - 1) // per_block, 1, 1], block=[_THREADS, 1, 1], stream=stream
     )
 

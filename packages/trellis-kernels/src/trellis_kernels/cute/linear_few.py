@@ -103,7 +103,7 @@ def _rotate_rows(
 
 
 @cute.kernel
-def _multiply_kernel(args: LinearArguments, key: Constexpr):
+def _multiply_kernel(key: Constexpr, args: LinearArguments):
     """One thread block: a block of 128 output channels, and a share of the input channels."""
     thread, _, _ = cute.arch.thread_idx()
     column, _, _ = cute.arch.block_idx()
@@ -148,7 +148,7 @@ def _multiply_kernel(args: LinearArguments, key: Constexpr):
 
 
 @cute.kernel
-def _finish_kernel(args: LinearArguments, key: Constexpr):
+def _finish_kernel(key: Constexpr, args: LinearArguments):
     """One warp: a block of 128 output channels of one row."""
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
@@ -176,9 +176,9 @@ def _finish_kernel(args: LinearArguments, key: Constexpr):
 @cute.jit
 def _host(args: LinearArguments, key: Constexpr, stream: cuda.CUstream):
     blocks = key.n // BLOCK
-    _multiply_kernel(args, key).launch(grid=[blocks * args.split, 1, 1], block=[_threads(key), 1, 1], stream=stream)
+    _multiply_kernel(key, args).launch(grid=[blocks * args.split, 1, 1], block=[_threads(key), 1, 1], stream=stream)
     tasks = args.rows * blocks
-    _finish_kernel(args, key).launch(
+    _finish_kernel(key, args).launch(
         grid=[(tasks + _FINISH_WARPS - 1) // _FINISH_WARPS, 1, 1], block=[32 * _FINISH_WARPS, 1, 1], stream=stream
     )
 

@@ -104,7 +104,7 @@ def _clear(out: Int64, token: Int32, first_block: Int32, thread: Int32, key: Con
 
 
 @cute.kernel
-def direct_down_kernel(args: MoeArguments, key: Constexpr):
+def direct_down_kernel(key: Constexpr, args: MoeArguments):
     """One thread block: route y by the blocks of 128 hidden channels of column x."""
     thread, _, _ = cute.arch.thread_idx()
     column, route, _ = cute.arch.block_idx()

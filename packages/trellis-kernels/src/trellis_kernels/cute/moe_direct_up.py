@@ -114,7 +114,7 @@ def _store_parts(
 
 
 @cute.kernel
-def direct_up_kernel(args: MoeArguments, key: Constexpr):
+def direct_up_kernel(key: Constexpr, args: MoeArguments):
     """One thread block: route y by the blocks, and the share of the input channels, of column x."""
     thread, _, _ = cute.arch.thread_idx()
     column, route, _ = cute.arch.block_idx()

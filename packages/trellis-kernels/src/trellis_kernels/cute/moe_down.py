@@ -113,7 +113,7 @@ def _finish_rows(
 
 
 @cute.kernel
-def down_kernel(args: MoeArguments, key: Constexpr):
+def down_kernel(key: Constexpr, args: MoeArguments):
     """One thread block: the rows of group y by the blocks, and the share of the input channels, of column x."""
     thread, _, _ = cute.arch.thread_idx()
     column, group, _ = cute.arch.block_idx()

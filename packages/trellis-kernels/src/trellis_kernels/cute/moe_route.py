@@ -251,7 +251,7 @@ def _clear_token(args: MoeArguments, token: Int32, lane: Int32, key: Constexpr):
 
 
 @cute.kernel
-def route_kernel(args: MoeArguments, key: Constexpr):
+def route_kernel(key: Constexpr, args: MoeArguments):
     """Block 0 groups; the others rotate, clear and write zeros."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()

@@ -65,7 +65,7 @@ def _host(args: MoeArguments, key: Constexpr, stream: cuda.CUstream):
         _launch(direct_up_kernel, "up", routes, direct_up_bytes, args, key, stream)
         _launch(direct_down_kernel, "down", routes, direct_down_bytes, args, key, stream)
     else:
-        route_kernel(args, key).launch(
+        route_kernel(key, args).launch(
             grid=[args.blocks, 1, 1], block=[ROUTE_THREADS, 1, 1], stream=stream, use_pdl=key.overlaps
         )
         _launch(up_kernel, "up", args.groups, up_shared_bytes, args, key, stream)
@@ -77,7 +77,7 @@ def _launch(
 ) -> None:
     """One GEMM: thread blocks of every column by groups or routes."""
     threads = key.threads(gemm)
-    kernel(args, key).launch(
+    kernel(key, args).launch(
         grid=[key.columns(gemm), rows, 1],
         block=[threads, 1, 1],
         stream=stream,

@@ -75,7 +75,7 @@ def _accumulate_block(
 
 
 @cute.kernel
-def _gemm_kernel(args: GemmArguments, key: Constexpr):
+def _gemm_kernel(key: Constexpr, args: GemmArguments):
     thread, _, _ = cute.arch.thread_idx()
     first_tile, _, _ = cute.arch.block_idx()
     tile_stride, _, _ = cute.arch.grid_dim()
@@ -182,7 +182,7 @@ def _load_entry(r_entry: Any, entries: Int64, index: Int32, code_place: Int32) -
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
 def _gemm_host(args: GemmArguments, key: Constexpr, stream: cuda.CUstream):
-    _gemm_kernel(args, key).launch(
+    _gemm_kernel(key, args).launch(
         grid=[args.thread_blocks, 1, 1],
         block=[_THREADS, 1, 1],
         stream=stream,

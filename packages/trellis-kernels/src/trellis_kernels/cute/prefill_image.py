@@ -176,7 +176,7 @@ def _write_image(s_image: Int32, g_image: Int64, panel_bytes: Int64, rows: Int32
 
 
 @cute.kernel
-def _image_kernel(args: ImageArguments, key: Constexpr):
+def _image_kernel(key: Constexpr, args: ImageArguments):
     thread, _, _ = cute.arch.thread_idx()
     thread_block, _, _ = cute.arch.block_idx()
     thread_blocks, _, _ = cute.arch.grid_dim()
@@ -271,7 +271,7 @@ def _find(row_unit: Int32, end: Int32, args: ImageArguments, lane: Int32) -> tup
 @cute.jit
 def _image_host(args: ImageArguments, key: Constexpr, stream: cuda.CUstream):
     block_warps, resident = warps(key)
-    _image_kernel(args, key).launch(
+    _image_kernel(key, args).launch(
         grid=[args.multiprocessors * resident, 1, 1],
         block=[block_warps * LANES, 1, 1],
         stream=stream,

@@ -164,7 +164,7 @@ def _load_info(
 
 
 @cute.kernel
-def _mma_kernel(args: GemmArguments, key: Constexpr):
+def _mma_kernel(key: Constexpr, args: GemmArguments):
     thread, _, _ = cute.arch.thread_idx()
     first_tile, _, _ = cute.arch.block_idx()
     tile_stride, _, _ = cute.arch.grid_dim()
@@ -212,7 +212,7 @@ def _mma_kernel(args: GemmArguments, key: Constexpr):
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
 def _mma_host(args: GemmArguments, key: Constexpr, stream: cuda.CUstream):
-    _mma_kernel(args, key).launch(
+    _mma_kernel(key, args).launch(
         grid=[args.thread_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
     )
 

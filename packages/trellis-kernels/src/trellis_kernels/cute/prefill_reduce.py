@@ -28,7 +28,7 @@ _SLOTS_AT_ONCE = 4
 
 
 @cute.kernel
-def _reduce_kernel(args: ReduceArguments, key: Constexpr):
+def _reduce_kernel(key: Constexpr, args: ReduceArguments):
     thread, _, _ = cute.arch.thread_idx()
     token, chunk, _ = cute.arch.block_idx()
     column = (chunk * _THREADS + thread) * values.CHUNK
@@ -70,7 +70,7 @@ def _reduce_kernel(args: ReduceArguments, key: Constexpr):
 @cute.jit
 def _reduce_host(args: ReduceArguments, key: Constexpr, stream: cuda.CUstream):
     span = _THREADS * values.CHUNK
-    _reduce_kernel(args, key).launch(
+    _reduce_kernel(key, args).launch(
         grid=[args.tokens, (args.channels + span - 1) // span, 1], block=[_THREADS, 1, 1], stream=stream
     )
 

@@ -40,7 +40,7 @@ def _count_through(count: Int32, lane: Int32) -> Int32:
 
 
 @cute.kernel
-def _schedule_kernel(args: ScheduleArguments, most_units: Constexpr):
+def _schedule_kernel(most_units: Constexpr, args: ScheduleArguments):
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES
     warp = cute.arch.make_warp_uniform(thread // LANES)
@@ -93,7 +93,7 @@ def _schedule_kernel(args: ScheduleArguments, most_units: Constexpr):
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
 def _schedule_host(args: ScheduleArguments, most_units: Constexpr, stream: cuda.CUstream):
-    _schedule_kernel(args, most_units).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+    _schedule_kernel(most_units, args).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
 def build(key: PrefillScheduleKey, options: str) -> Any:

@@ -83,7 +83,7 @@ def _place() -> tuple[Int32, Int32]:
 
 
 @cute.kernel
-def _ordered_kernel(args: ReduceArguments, key: Constexpr):
+def _ordered_kernel(key: Constexpr, args: ReduceArguments):
     token, column = _place()
     channels = args.channels
     if column < channels:
@@ -103,14 +103,14 @@ def _ordered_kernel(args: ReduceArguments, key: Constexpr):
 
 
 @cute.kernel
-def _zero_kernel(args: ReduceArguments, _key: Constexpr):
+def _zero_kernel(_key: Constexpr, args: ReduceArguments):
     token, column = _place()
     zeros = [Float32(0.0) for _ in range(values.CHUNK)]
     _store(args.out + _offset(token, args.out_pitch), column, args.channels, zeros, "float32", True)
 
 
 @cute.kernel
-def _accumulate_kernel(args: ReduceArguments, key: Constexpr):
+def _accumulate_kernel(key: Constexpr, args: ReduceArguments):
     route, column = _place()
     if column < args.channels:
         token = route // args.top_k
@@ -125,7 +125,7 @@ def _accumulate_kernel(args: ReduceArguments, key: Constexpr):
 
 
 @cute.kernel
-def _copy_kernel(args: ReduceArguments, key: Constexpr):
+def _copy_kernel(key: Constexpr, args: ReduceArguments):
     token, column = _place()
     channels = args.channels
     if column < channels:
@@ -147,7 +147,7 @@ _KERNELS = {
 def _host(args: ReduceArguments, key: Constexpr, stream: cuda.CUstream):
     groups = (args.channels + _THREADS * values.CHUNK - 1) // (_THREADS * values.CHUNK)
     rows = args.tokens * args.top_k if cutlass.const_expr(key.stage == "accumulate") else args.tokens
-    _KERNELS[key.stage](args, key).launch(grid=[rows, groups, 1], block=[_THREADS, 1, 1], stream=stream)
+    _KERNELS[key.stage](key, args).launch(grid=[rows, groups, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
 def build(key: ReduceKey, options: str) -> Any:

@@ -119,7 +119,7 @@ def _table_row(index: Int32, count: Int32) -> tuple[Int64, Boolean]:
 
 
 @cute.kernel
-def _rotate_kernel(args: RotateArguments, key: Constexpr):
+def _rotate_kernel(key: Constexpr, args: RotateArguments):
     thread, _, _ = cute.arch.thread_idx()
     first_row, group, _ = cute.arch.block_idx()
     lane = thread % LANES
@@ -183,7 +183,7 @@ def _times(chunk: list[Float32], factors: list[Float32]) -> list[Float32]:
 def _host(args: RotateArguments, key: Constexpr, stream: cuda.CUstream):
     span = _WARPS * max(key.block, _LANE_CHANNELS)
     rows = (args.rows_out + key.rows_at_once - 1) // key.rows_at_once
-    _rotate_kernel(args, key).launch(
+    _rotate_kernel(key, args).launch(
         grid=[rows, (args.channels + span - 1) // span, 1], block=[_WARPS * LANES, 1, 1], stream=stream
     )
 

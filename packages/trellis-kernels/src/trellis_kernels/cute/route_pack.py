@@ -152,7 +152,7 @@ def _own_blocks(args: PackArguments, first: Int32, stride: Int32):
 
 
 @cute.kernel
-def _count_kernel(args: PackArguments, key: Constexpr):
+def _count_kernel(key: Constexpr, args: PackArguments):
     threads = pack_warps(key.max_experts) * LANES
     thread, _, _ = cute.arch.thread_idx()
     tile, _, _ = cute.arch.block_idx()
@@ -172,7 +172,7 @@ def _count_kernel(args: PackArguments, key: Constexpr):
 
 
 @cute.kernel
-def _offsets_kernel(args: PackArguments, _key: Constexpr):
+def _offsets_kernel(_key: Constexpr, args: PackArguments):
     thread, _, _ = cute.arch.thread_idx()
     warps = _SCAN_THREADS // LANES
     s_sums = cute.arch.alloc_smem(Int32, warps, 16).toint()
@@ -204,7 +204,7 @@ def _offsets_kernel(args: PackArguments, _key: Constexpr):
 
 
 @cute.kernel
-def _place_kernel(args: PackArguments, key: Constexpr):
+def _place_kernel(key: Constexpr, args: PackArguments):
     warps = pack_warps(key.max_experts)
     threads = warps * LANES
     thread, _, _ = cute.arch.thread_idx()
@@ -245,7 +245,7 @@ def _place_kernel(args: PackArguments, key: Constexpr):
 
 
 @cute.kernel
-def _all_kernel(args: PackArguments, key: Constexpr):
+def _all_kernel(key: Constexpr, args: PackArguments):
     warps = pack_warps(key.max_experts)
     threads = warps * LANES
     thread, _, _ = cute.arch.thread_idx()
@@ -299,7 +299,7 @@ _KERNELS = {"all": _all_kernel, "count": _count_kernel, "offsets": _offsets_kern
 def _host(args: PackArguments, key: Constexpr, stream: cuda.CUstream):
     tiles = args.tiles if cutlass.const_expr(key.stage in ("count", "place")) else 1
     threads = _SCAN_THREADS if key.stage == "offsets" else pack_warps(key.max_experts) * LANES
-    _KERNELS[key.stage](args, key).launch(grid=[tiles, 1, 1], block=[threads, 1, 1], stream=stream)
+    _KERNELS[key.stage](key, args).launch(grid=[tiles, 1, 1], block=[threads, 1, 1], stream=stream)
 
 
 def build(key: PackKey, options: str) -> Any:
