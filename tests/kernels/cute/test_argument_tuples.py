@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from trellis_kernels.cute.argument_tuples import blank, filled, kinds
+from trellis_kernels.cute.argument_tuples import blank, kinds, number
 
 
 class Sample(NamedTuple):
@@ -35,16 +35,10 @@ def test_kinds_are_in_the_order_of_the_fields() -> None:
 
 def test_a_tensor_is_its_address_and_nothing_is_zero() -> None:
     tensor = torch.zeros(3)
-    args = filled(Sample, address=tensor, other=None, factor=0.5)
-    assert [field.value for field in args] == [tensor.data_ptr(), 0, 0.5, 0]
-
-
-def test_a_name_that_is_no_argument_is_refused() -> None:
-    with pytest.raises(TypeError, match="cuont"):
-        filled(Sample, cuont=1)
+    assert [number(value) for value in (tensor, None, 7, 0.5)] == [tensor.data_ptr(), 0, 7, 0.5]
 
 
 def test_a_compiled_function_reads_what_was_named(capfd) -> None:
     compiled = cute.compile(_host, blank(Sample))
-    compiled(filled(Sample, address=1 << 40, count=-7, factor=0.25, other=3 << 33))
+    compiled(Sample(Int64(1 << 40), Int32(-7), Float32(0.25), Int64(3 << 33)))
     assert capfd.readouterr().out.split() == [str(1 << 40), "-7", "0.250000", str(3 << 33)]

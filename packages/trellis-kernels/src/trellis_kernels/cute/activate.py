@@ -17,10 +17,11 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from trellis_format.activations import SITU_GATE_LIMIT, SITU_UP_LIMIT, Activation
 from trellis_kernels.arguments import check_activate
-from trellis_kernels.cute import compiler, values
+from trellis_kernels.cute import values
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.argument_tuples import blank, filled
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.launch import check_cuda, check_flat
+from trellis_kernels.cute.launches import launch
 from trellis_kernels.cute.op_keys import ActivateKey
 
 __all__ = ["Constants", "activate", "activation_law", "build"]
@@ -169,7 +170,9 @@ def activate(gate: torch.Tensor | None, up: torch.Tensor, *, activation: Activat
     if out.numel() == 0:
         return out
     key = ActivateKey(arch=arch_of_device(out.device.index).name, kind=activation.kind)
-    args = filled(
+    launch(
+        key,
+        out.device,
         ActivateArguments,
         gate=gate,
         up=up,
@@ -179,6 +182,4 @@ def activate(gate: torch.Tensor | None, up: torch.Tensor, *, activation: Activat
         alpha=activation.alpha,
         beta=activation.beta,
     )
-    with torch.cuda.device(out.device):
-        compiler.ready(key)(args, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
     return out

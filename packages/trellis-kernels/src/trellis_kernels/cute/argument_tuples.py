@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import torch
 
-__all__ = ["blank", "filled", "kinds"]
+__all__ = ["blank", "kinds", "number"]
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
@@ -27,19 +27,8 @@ def blank(arguments: type[Arguments]) -> Arguments:
     return arguments(*(kind(0) for kind in kinds(arguments).values()))
 
 
-def filled(arguments: type[Arguments], **values: torch.Tensor | int | float | None) -> Arguments:
-    """Arguments of a launch: a tensor stands for its address, None for address 0, and what is not given is 0.
-
-    Raises:
-        TypeError: if a name is no argument.
-    """
-    known = kinds(arguments)
-    if not values.keys() <= known.keys():
-        raise TypeError(f"{arguments.__name__} has no {', '.join(values.keys() - known.keys())}")
-    return arguments(*(kind(_number(values.get(name))) for name, kind in known.items()))
-
-
-def _number(value: torch.Tensor | int | float | None) -> int | float:
+def number(value: torch.Tensor | int | float | None) -> int | float:
+    """What stands for a value: the address of a tensor, 0 for None."""
     if value is None:
         return 0
     return value.data_ptr() if isinstance(value, torch.Tensor) else value

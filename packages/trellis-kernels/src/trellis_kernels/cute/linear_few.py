@@ -17,14 +17,15 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from trellis_format.extent import BLOCK
 from trellis_format.rates import Rate
-from trellis_kernels.cute import compiler, moe_math
 from trellis_kernels.cute import gemm_primitives as gpu
+from trellis_kernels.cute import moe_math
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.argument_tuples import blank, filled
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.gemm_loop import Loop, accumulate
 from trellis_kernels.cute.gemm_share import STRIP_CHANNELS
 from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.launch import DTYPE_NAMES
+from trellis_kernels.cute.launches import launch
 from trellis_kernels.cute.linear_key import MOST_ROWS, LinearKey, choose_share
 from trellis_kernels.cute.moe_gemm import SUM_PITCH, store_sums
 from trellis_kernels.cute.moe_math import LANE_CHANNELS
@@ -234,21 +235,20 @@ def linear_few(x: torch.Tensor, weight: PreparedLinear, *, out: torch.Tensor) ->
     """
     key = linear_key(weight, x.dtype, out.dtype)
     rows, split = x.shape[0], key.split(weight.k)
-    with torch.cuda.device(x.device):
-        kernel = compiler.ready(key)
-        parts = torch.empty(split * rows * weight.n, dtype=torch.float32, device=x.device)
-        args = filled(
-            LinearArguments,
-            x=x,
-            words=weight.codes,
-            input_scales=weight.input_scale,
-            output_scales=weight.output_scale,
-            bias=weight.bias,
-            parts=parts,
-            out=out,
-            rows=rows,
-            k=weight.k,
-            split=split,
-        )
-        kernel(args, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
+    parts = torch.empty(split * rows * weight.n, dtype=torch.float32, device=x.device)
+    launch(
+        key,
+        x.device,
+        LinearArguments,
+        x=x,
+        words=weight.codes,
+        input_scales=weight.input_scale,
+        output_scales=weight.output_scale,
+        bias=weight.bias,
+        parts=parts,
+        out=out,
+        rows=rows,
+        k=weight.k,
+        split=split,
+    )
     return out

@@ -12,22 +12,18 @@ A *window* is a range of packed slots; images hold one window, so their bytes do
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import cuda.bindings.driver as cuda
 import torch
 
 from trellis_format.activations import Activation
 from trellis_kernels.bank import CodeBank
 from trellis_kernels.checks import check_device, check_dtype, check_shape
-from trellis_kernels.cute import compiler
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.argument_tuples import filled
 from trellis_kernels.cute.decode import table_address
-from trellis_kernels.cute.keys import KernelKey
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda
+from trellis_kernels.cute.launches import launch
 from trellis_kernels.cute.op_keys import ReduceKey
-from trellis_kernels.cute.prefill_arguments import GemmArguments, ImageArguments, ReduceArguments, ScheduleArguments
+from trellis_kernels.cute.prefill_arguments import GemmArguments, ImageArguments, ScheduleArguments, SumArguments
 from trellis_kernels.cute.prefill_key import (
     ENGINES,
     ENTRY_CODES,
@@ -41,6 +37,7 @@ from trellis_kernels.cute.prefill_key import (
     engine_for,
 )
 from trellis_kernels.cute.prefill_share import BLOCK_CHANNELS, PANEL_CHANNELS, ROW_GROUP
+from trellis_kernels.cute.reduce import ReduceArguments
 from trellis_kernels.errors import KernelValueError
 from trellis_kernels.routes import PackedRoutes
 
@@ -102,13 +99,6 @@ def rate_pairs(banks: tuple[CodeBank, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({tuple(half for _, half in places) for places in zip(*(b.places for b in banks), strict=True)}))
 
 
-def _launch(key: KernelKey, device: torch.device, *arguments: Any) -> None:
-    """Launch with a tuple of arguments, or with so many numbers."""
-    with torch.cuda.device(device):
-        kernel = compiler.ready(key)
-        kernel(*arguments, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
-
-
 def _arch(device: torch.device) -> str:
     return arch_of_device(device.index).name
 
@@ -153,24 +143,22 @@ def make_blocks(
         raise KernelValueError(
             f"{window.slots} slots of {experts} experts need {most} row blocks, got {entries.shape[0]}"
         )
-    _launch(
+    launch(
         PrefillScheduleKey(_arch(entries.device), block_rows),
         entries.device,
-        filled(
-            ScheduleArguments,
-            counts=routes.expert_counts,
-            offsets=routes.expert_offsets,
-            first_descriptors=banks[0].descriptors,
-            last_descriptors=banks[min(1, len(banks) - 1)].descriptors,
-            third_descriptors=banks[-1].descriptors,
-            entries=entries,
-            entry_count=count,
-            experts=experts,
-            first_slot=window.first,
-            end_slot=window.first + window.slots,
-            first_half_bits=half_bits[0],
-            last_half_bits=half_bits[min(1, len(half_bits) - 1)],
-        ),
+        ScheduleArguments,
+        counts=routes.expert_counts,
+        offsets=routes.expert_offsets,
+        first_descriptors=banks[0].descriptors,
+        last_descriptors=banks[min(1, len(banks) - 1)].descriptors,
+        third_descriptors=banks[-1].descriptors,
+        entries=entries,
+        entry_count=count,
+        experts=experts,
+        first_slot=window.first,
+        end_slot=window.first + window.slots,
+        first_half_bits=half_bits[0],
+        last_half_bits=half_bits[min(1, len(half_bits) - 1)],
     )
     return Blocks(half_bits, entries, count)
 
@@ -197,32 +185,30 @@ def make_image(
         routes_per_row: routes that share a row of x.
     """
     channels = images[0].shape[0] * PANEL_CHANNELS
-    _launch(
+    launch(
         PrefillImageKey(_arch(x.device), DTYPE_NAMES[x.dtype], len(scales)),
         x.device,
-        filled(
-            ImageArguments,
-            x=x,
-            first_scales=scales[0] if scales else None,
-            last_scales=scales[-1] if scales else None,
-            routes=routes.route_indices,
-            block_experts=routes.block_experts,
-            packed_count=routes.packed_count,
-            first_image=images[0],
-            last_image=images[-1],
-            first_slot=window.first,
-            slots=window.slots,
-            image_rows=images[0].shape[1],
-            channels=channels,
-            width=x.shape[1],
-            x_pitch=x.stride(0),
-            routes_per_row=routes_per_row,
-            route_count=route_count,
-            scale_rows=scales[0].shape[0] if scales else 1,
-            scale_pitch=scales[0].stride(0) if scales else 0,
-            block_rows=routes.block_rows,
-            multiprocessors=torch.cuda.get_device_properties(x.device).multi_processor_count,
-        ),
+        ImageArguments,
+        x=x,
+        first_scales=scales[0] if scales else None,
+        last_scales=scales[-1] if scales else None,
+        routes=routes.route_indices,
+        block_experts=routes.block_experts,
+        packed_count=routes.packed_count,
+        first_image=images[0],
+        last_image=images[-1],
+        first_slot=window.first,
+        slots=window.slots,
+        image_rows=images[0].shape[1],
+        channels=channels,
+        width=x.shape[1],
+        x_pitch=x.stride(0),
+        routes_per_row=routes_per_row,
+        route_count=route_count,
+        scale_rows=scales[0].shape[0] if scales else 1,
+        scale_pitch=scales[0].stride(0) if scales else 0,
+        block_rows=routes.block_rows,
+        multiprocessors=torch.cuda.get_device_properties(x.device).multi_processor_count,
     )
 
 
@@ -243,38 +229,36 @@ def _gemm(
 ) -> None:
     device = images[0].device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    _launch(
+    launch(
         key,
         device,
-        filled(
-            GemmArguments,
-            words=banks[0].words,
-            first_image=images[0],
-            last_image=images[-1],
-            entries=blocks.entries,
-            entry_count=blocks.count,
-            routes=routes.route_indices,
-            out=out,
-            first_scales=scales[0],
-            last_scales=scales[-1],
-            input_scales=input_scales,
-            first_bias=biases[0],
-            last_bias=biases[-1],
-            stash=stash,
-            weights=weights,
-            law=table_address(key.codebook, "compact", device.index),
-            image_rows=images[0].shape[1],
-            out_rows=out.shape[1],
-            scale_pitch=_pitch(scales[0]),
-            input_scale_pitch=_pitch(input_scales),
-            bias_pitch=_pitch(biases[0] if biases[0] is not None else biases[-1]),
-            steps=banks[0].k // PANEL_CHANNELS,
-            blocks=banks[0].n // BLOCK_CHANNELS,
-            top_k=1 if weights is None else weights.shape[1],
-            code_place=blocks.code_place,
-            factor=factor,
-            thread_blocks=key.resident * min(multiprocessors, THREAD_BLOCKS_MOST),
-        ),
+        GemmArguments,
+        words=banks[0].words,
+        first_image=images[0],
+        last_image=images[-1],
+        entries=blocks.entries,
+        entry_count=blocks.count,
+        routes=routes.route_indices,
+        out=out,
+        first_scales=scales[0],
+        last_scales=scales[-1],
+        input_scales=input_scales,
+        first_bias=biases[0],
+        last_bias=biases[-1],
+        stash=stash,
+        weights=weights,
+        law=table_address(key.codebook, "compact", device.index),
+        image_rows=images[0].shape[1],
+        out_rows=out.shape[1],
+        scale_pitch=_pitch(scales[0]),
+        input_scale_pitch=_pitch(input_scales),
+        bias_pitch=_pitch(biases[0] if biases[0] is not None else biases[-1]),
+        steps=banks[0].k // PANEL_CHANNELS,
+        blocks=banks[0].n // BLOCK_CHANNELS,
+        top_k=1 if weights is None else weights.shape[1],
+        code_place=blocks.code_place,
+        factor=factor,
+        thread_blocks=key.resident * min(multiprocessors, THREAD_BLOCKS_MOST),
     )
 
 
@@ -395,19 +379,31 @@ def add_rows(
 
 def clear_sums(sums: torch.Tensor, tokens: int) -> None:
     """Zero the first rows of `[at least tokens, channels] float32`, contiguous, channels a multiple of 8."""
-    _atomic_stage(ReduceKey(_arch(sums.device), "zero", "float32", "float32", True), sums, tokens, None)
+    launch(
+        ReduceKey(_arch(sums.device), "zero", "float32", "float32", True),
+        sums.device,
+        ReduceArguments,
+        out=sums,
+        channels=sums.shape[1],
+        out_pitch=sums.stride(0),
+        tokens=tokens,
+    )
 
 
 def copy_sums(sums: torch.Tensor, out: torch.Tensor) -> None:
     """Round the first rows and channels of `[tokens or more, padded channels] float32` to `[tokens, channels]`."""
     key = ReduceKey(_arch(sums.device), "copy", "float32", DTYPE_NAMES[out.dtype], True)
-    _atomic_stage(key, sums, out.shape[0], out)
-
-
-def _atomic_stage(key: ReduceKey, sums: torch.Tensor, tokens: int, out: torch.Tensor | None) -> None:
-    width = sums.shape[1] if out is None else out.shape[1]
-    pitches = (0, 0, sums.stride(0), 0 if out is None else out.stride(0))
-    _launch(key, sums.device, 0, 0, sums.data_ptr(), _address(out), tokens, 1, width, *pitches, 1.0)
+    launch(
+        key,
+        sums.device,
+        ReduceArguments,
+        rows=sums,
+        out=out,
+        channels=out.shape[1],
+        row_pitch=sums.stride(0),
+        out_pitch=out.stride(0),
+        tokens=out.shape[0],
+    )
 
 
 def sum_rows(
@@ -434,26 +430,24 @@ def sum_rows(
     tokens, top_k = topk_ids.shape
     if not tokens:
         return
-    _launch(
+    launch(
         PrefillReduceKey(_arch(rows.device), DTYPE_NAMES[topk_weights.dtype], DTYPE_NAMES[out.dtype]),
         rows.device,
-        filled(
-            ReduceArguments,
-            rows=rows,
-            ids=topk_ids,
-            weights=topk_weights,
-            expert_map=expert_map,
-            out=out,
-            top_k=top_k,
-            experts=num_experts,
-            map_length=0 if expert_map is None else expert_map.numel(),
-            map_bytes=0 if expert_map is None else expert_map.element_size(),
-            padded=rows.shape[1],
-            channels=out.shape[1],
-            id_bytes=topk_ids.element_size(),
-            factor=factor,
-            tokens=tokens,
-        ),
+        SumArguments,
+        rows=rows,
+        ids=topk_ids,
+        weights=topk_weights,
+        expert_map=expert_map,
+        out=out,
+        top_k=top_k,
+        experts=num_experts,
+        map_length=0 if expert_map is None else expert_map.numel(),
+        map_bytes=0 if expert_map is None else expert_map.element_size(),
+        padded=rows.shape[1],
+        channels=out.shape[1],
+        id_bytes=topk_ids.element_size(),
+        factor=factor,
+        tokens=tokens,
     )
 
 

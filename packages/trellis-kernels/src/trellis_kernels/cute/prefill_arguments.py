@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from trellis_kernels.cute.prefill_key import GemmKey
 
-__all__ = ["GemmArguments", "ImageArguments", "ReduceArguments", "ScheduleArguments", "tile_tables"]
+__all__ = ["GemmArguments", "ImageArguments", "ScheduleArguments", "SumArguments", "tile_tables"]
 
 
 class GemmArguments(NamedTuple):
@@ -105,7 +105,7 @@ class ImageArguments(NamedTuple):
     multiprocessors: Int32
 
 
-class ReduceArguments(NamedTuple):
+class SumArguments(NamedTuple):
     """Arguments of the ordered sum: addresses, then numbers.
 
     rows              of the routes

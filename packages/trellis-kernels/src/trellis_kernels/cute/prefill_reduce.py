@@ -18,7 +18,7 @@ from trellis_kernels.cute import gemm_primitives as gpu
 from trellis_kernels.cute import values, wgmma
 from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.keys import VALUE_BYTES
-from trellis_kernels.cute.prefill_arguments import ReduceArguments
+from trellis_kernels.cute.prefill_arguments import SumArguments
 from trellis_kernels.cute.prefill_key import PrefillReduceKey
 
 __all__ = ["build"]
@@ -28,7 +28,7 @@ _SLOTS_AT_ONCE = 4
 
 
 @cute.kernel
-def _reduce_kernel(key: Constexpr, args: ReduceArguments):
+def _reduce_kernel(key: Constexpr, args: SumArguments):
     thread, _, _ = cute.arch.thread_idx()
     token, chunk, _ = cute.arch.block_idx()
     column = (chunk * _THREADS + thread) * values.CHUNK
@@ -68,7 +68,7 @@ def _reduce_kernel(key: Constexpr, args: ReduceArguments):
 
 # ------------------------------------------------------------------------------------------------------ host
 @cute.jit
-def _reduce_host(args: ReduceArguments, key: Constexpr, stream: cuda.CUstream):
+def _reduce_host(args: SumArguments, key: Constexpr, stream: cuda.CUstream):
     span = _THREADS * values.CHUNK
     _reduce_kernel(key, args).launch(
         grid=[args.tokens, (args.channels + span - 1) // span, 1], block=[_THREADS, 1, 1], stream=stream
@@ -83,6 +83,6 @@ def build(key: PrefillReduceKey, options: str) -> Any:
         options: options of the DSL's compiler, target included.
 
     Returns:
-        A callable of `ReduceArguments` and a stream.
+        A callable of `SumArguments` and a stream.
     """
-    return cute.compile(_reduce_host, blank(ReduceArguments), key, cuda.CUstream(0), options=options)
+    return cute.compile(_reduce_host, blank(SumArguments), key, cuda.CUstream(0), options=options)

@@ -18,11 +18,12 @@ import torch
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
 from trellis_kernels.arguments import check_reduce_routes
-from trellis_kernels.cute import compiler, values
+from trellis_kernels.cute import values
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.argument_tuples import blank, filled
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda, check_rows, is_wide
+from trellis_kernels.cute.launches import launch
 from trellis_kernels.cute.op_keys import ReduceKey
 
 __all__ = ["build", "reduce_routes"]
@@ -193,25 +194,24 @@ def reduce_routes(
     check_rows(aligned=False, topk_weights=topk_weights, out=out)
     stages = ("zero", "accumulate", "copy") if atomic else ("ordered",)
     wide = is_wide(out) and (atomic or is_wide(rows))
-    with torch.cuda.device(out.device):
-        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        for stage in stages:
-            source = accumulator if stage == "copy" else rows
-            target = accumulator if stage in ("zero", "accumulate") else out
-            args = filled(
-                ReduceArguments,
-                rows=source,
-                weights=topk_weights,
-                out=target,
-                top_k=top_k,
-                channels=channels if target is out else -(-channels // values.CHUNK) * values.CHUNK,
-                row_pitch=source.stride(0),
-                weight_pitch=topk_weights.stride(0),
-                out_pitch=target.stride(0),
-                factor=factor,
-                tokens=tokens,
-            )
-            compiler.ready(_key(stage, topk_weights, out, wide))(args, stream)
+    for stage in stages:
+        source = accumulator if stage == "copy" else rows
+        target = accumulator if stage in ("zero", "accumulate") else out
+        launch(
+            _key(stage, topk_weights, out, wide),
+            out.device,
+            ReduceArguments,
+            rows=source,
+            weights=topk_weights,
+            out=target,
+            top_k=top_k,
+            channels=channels if target is out else -(-channels // values.CHUNK) * values.CHUNK,
+            row_pitch=source.stride(0),
+            weight_pitch=topk_weights.stride(0),
+            out_pitch=target.stride(0),
+            factor=factor,
+            tokens=tokens,
+        )
     return out
 
 

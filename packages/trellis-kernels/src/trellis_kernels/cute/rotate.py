@@ -21,11 +21,12 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
 from trellis_format.hadamard import HADAMARD_BLOCK
 from trellis_kernels.arguments import check_rotate_input, check_rotate_output
-from trellis_kernels.cute import compiler, values
+from trellis_kernels.cute import values
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.argument_tuples import blank, filled
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.keys import VALUE_BYTES
 from trellis_kernels.cute.launch import DTYPE_NAMES, check_cuda, check_rows, index_bytes, is_wide
+from trellis_kernels.cute.launches import launch
 from trellis_kernels.cute.op_keys import RotateKey
 from trellis_kernels.cute.window import LANES
 
@@ -277,7 +278,9 @@ def _launch(
     )
     rows_address, rows_bytes = index_bytes("rows", rows)
     tables_address, tables_bytes = index_bytes("tables", tables)
-    args = filled(
+    launch(
+        key,
+        out.device,
         RotateArguments,
         x=x,
         scales=scales,
@@ -297,6 +300,4 @@ def _launch(
         rows_bytes=rows_bytes,
         tables_bytes=tables_bytes,
     )
-    with torch.cuda.device(out.device):
-        compiler.ready(key)(args, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
     return out

@@ -20,10 +20,11 @@ import torch
 from cutlass import Constexpr, Int32, Int64, Uint32
 
 from trellis_kernels.arguments import check_topk_ids
-from trellis_kernels.cute import compiler, words
+from trellis_kernels.cute import words
 from trellis_kernels.cute.archs import arch_of_device
-from trellis_kernels.cute.argument_tuples import blank, filled
+from trellis_kernels.cute.argument_tuples import blank
 from trellis_kernels.cute.launch import check_cuda
+from trellis_kernels.cute.launches import launch
 from trellis_kernels.cute.op_keys import PACK_STEPS, PackKey, pack_class, pack_tiles, pack_warps
 from trellis_kernels.cute.values import load_index
 from trellis_kernels.cute.window import LANES
@@ -370,30 +371,29 @@ def pack_into(
     stages = _stages(
         arch_of_device(topk_ids.device.index).name, pack_class(num_experts), stable, tiles == 1 and slots <= _FEW_SLOTS
     )
-    args = filled(
-        PackArguments,
-        ids=topk_ids,
-        expert_map=expert_map,
-        slots_out=packed.route_indices,
-        owners=packed.block_experts,
-        offsets=packed.expert_offsets,
-        counts=packed.expert_counts,
-        packed_count=packed.packed_count,
-        work=work,
-        routes=routes,
-        slots=slots,
-        blocks=packed.block_experts.numel(),
-        num_experts=num_experts,
-        block_rows=packed.block_rows,
-        id_bytes=topk_ids.element_size(),
-        map_length=-1 if expert_map is None else expert_map.numel(),
-        map_bytes=0 if expert_map is None else expert_map.element_size(),
-        tiles=tiles,
-    )
-    with torch.cuda.device(topk_ids.device):
-        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        for key in stages:
-            compiler.ready(key)(args, stream)
+    for key in stages:
+        launch(
+            key,
+            topk_ids.device,
+            PackArguments,
+            ids=topk_ids,
+            expert_map=expert_map,
+            slots_out=packed.route_indices,
+            owners=packed.block_experts,
+            offsets=packed.expert_offsets,
+            counts=packed.expert_counts,
+            packed_count=packed.packed_count,
+            work=work,
+            routes=routes,
+            slots=slots,
+            blocks=packed.block_experts.numel(),
+            num_experts=num_experts,
+            block_rows=packed.block_rows,
+            id_bytes=topk_ids.element_size(),
+            map_length=-1 if expert_map is None else expert_map.numel(),
+            map_bytes=0 if expert_map is None else expert_map.element_size(),
+            tiles=tiles,
+        )
 
 
 def _stages(arch: str, max_experts: int, stable: bool, one: bool) -> tuple[PackKey, ...]:
