@@ -326,6 +326,12 @@ def test_layers_that_are_none(text: str) -> None:
         parse_layers(text)
 
 
+@pytest.mark.parametrize("text", ["0-99999999999", "9" * 5000, "0-100001"])
+def test_a_range_that_is_too_long_is_told_so(text: str) -> None:
+    with pytest.raises(FormatValueError, match="at most 100,000 layers"):
+        parse_layers(text)
+
+
 def test_the_index_is_made_anew(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", sound(), config=CONFIG, shards=3, index=True)
     run(source, tmp_path / "out", "exl3", shards=2)

@@ -87,6 +87,12 @@ def test_a_width_is_legal_only_if_it_is_16_k(width: int) -> None:
         assert "16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128" in str(caught.value)
 
 
+@pytest.mark.parametrize("bits", ["1e400", "1e6000", "-1e400", 2**64])
+def test_a_number_of_any_size_is_refused_as_a_rate(bits: str | int) -> None:
+    with pytest.raises(FormatValueError, match=r"binary digits is not legal; legal K: 1, 1\.5"):
+        Rate.of(bits)
+
+
 @given(st.integers(-5, 40))
 def test_half_bits_outside_the_set_are_refused(half_bits: int) -> None:
     if half_bits / 2 in LEGAL:

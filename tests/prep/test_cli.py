@@ -89,7 +89,9 @@ def test_cache_is_filled_and_used(
         (["--max-experts", "-2"], "max_experts must be positive"),
         (["--layers", "5"], "layers 5 have no experts; those that have: 0"),
         (["--tp-rank", "1"], r"--tp-rank 1 is outside 0..0"),
-        (["--tp-size", "0"], "--tp-rank: there are none"),
+        (["--tp-size", "0"], "--tp-size must be at least 1, got 0"),
+        (["--device", "bogus"], "'bogus' is not a device; give cpu, cuda or cuda:N"),
+        (["--cache", "/dev/null"], "--cache /dev/null: a cache is a folder, and this is none"),
     ],
 )
 def test_wrong_use_exits_with_2(
@@ -114,6 +116,18 @@ def test_checkpoint_that_cannot_be_opened_exits_with_2(tmp_path: Path, capsys: p
     assert "no such checkpoint directory" in capsys.readouterr().err
     (tmp_path / "model.safetensors").write_bytes(b"short")
     assert run(tmp_path) == cli.EXIT_UNUSABLE
+
+
+def test_a_cache_that_cannot_be_written_is_told_in_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "--cache", "/proc/cache") == cli.EXIT_OK
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trellis-prep: warning: share is not cached: /proc/cache/")
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_any_number_of_readers_is_cut_to_the_slots(model: Path, capsys: pytest.CaptureFixture[str], dry: bool) -> None:
+    assert run(model, "--readers", "99999999", *(["--dry-run"] if dry else [])) == cli.EXIT_OK
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("dry", [True, False])

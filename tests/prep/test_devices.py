@@ -21,7 +21,12 @@ def test_cpu_has_many_names(device: Any) -> None:
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("xpu9000", "not a device"), ("meta", "must be cpu or cuda, got meta"), ("cuda:99", "cuda:99 is not there")],
+    [
+        ("xpu9000", "not a device"),
+        ("meta", "must be cpu or cuda, got meta"),
+        ("cuda:99", "cuda:99 is not there"),
+        ("cpu:7", "cpu is one device"),
+    ],
 )
 def test_device_that_cannot_be_used_is_refused(device: str, message: str) -> None:
     with pytest.raises(PrepValueError, match=message):

@@ -25,6 +25,13 @@ def test_what_is_no_selection_is_refused(text: str) -> None:
         parse_layers(text)
 
 
+@pytest.mark.parametrize("text", ["0-" + "9" * 12, "1" * 5000])
+def test_an_index_of_any_length_is_told_the_highest(text: str) -> None:
+    with pytest.raises(PrepValueError, match=r"must ascend and be at most 99999"):
+        parse_layers(text)
+    assert parse_layers("0" * 5000 + "7") == (7,)
+
+
 def test_layers_are_those_with_experts(checkpoint_path: Path) -> None:
     with open_checkpoint(checkpoint_path) as checkpoint:
         keys = select_layers(checkpoint, None)

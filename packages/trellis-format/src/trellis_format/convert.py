@@ -82,12 +82,12 @@ def parse_layers(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         bounds = (first, last if dash else first)
-        if not all(bound.isascii() and bound.isdigit() and len(bound) < 10 for bound in bounds):
+        if not all(bound.isascii() and bound.isdigit() for bound in bounds):
             known = "neither an index nor a range such as 2-5"
             raise FormatArgumentError(f"layers {text[:80]!r}: {part[:20]!r} is {known}")
-        low, high = map(int, bounds)
-        if high < low or high - low > 100_000:
-            rule = "must ascend over at most 100,000 layers"
+        low, high = (int(bound) if len(bound) < 10 else -1 for bound in bounds)
+        if not 0 <= low <= high or high - low > 100_000:
+            rule = "must ascend over at most 100,000 layers, below 1,000,000,000"
             raise FormatArgumentError(f"layers {text[:80]!r}: range {part[:20]!r} {rule}")
         found |= set(range(low, high + 1))
     return tuple(sorted(found))

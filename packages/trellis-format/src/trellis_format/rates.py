@@ -44,7 +44,9 @@ class Rate:
         if isinstance(self.half_bits, bool) or not isinstance(self.half_bits, int):
             raise FormatTypeError(f"half_bits must be an int, got {type(self.half_bits).__name__}")
         if self.half_bits not in _HALF_BITS:
-            raise FormatValueError(f"bitrate K = {self.half_bits / 2:g} is not legal; legal K: {_legal_text()}")
+            few = self.half_bits.bit_length() < 64  # of more, neither a quotient nor a decimal text can be sure
+            bits = f"= {self.half_bits / 2:g}" if few else f"of {self.half_bits.bit_length()} binary digits"
+            raise FormatValueError(f"bitrate K {bits} is not legal; legal K: {_legal_text()}")
 
     @classmethod
     def of(cls, bits: int | float | str | Fraction) -> Rate:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,7 +26,7 @@ from trellis_prep.bench_cli import add_bench, report_json, run_bench, write_benc
 from trellis_prep.cache import PreparedCache
 from trellis_prep.cli_report import LayerRow, ProgressLine, RunReport, write_text
 from trellis_prep.devices import resolve_device
-from trellis_prep.errors import PrepError
+from trellis_prep.errors import PrepError, PrepValueError
 from trellis_prep.extents import check_index
 from trellis_prep.measure import Meter
 from trellis_prep.plan import PreparationPlan, plan_preparation
@@ -77,7 +80,11 @@ def _prepare(options: argparse.Namespace) -> int:
     try:
         staging = TrellisStaging(max_experts=options.max_experts, max_bytes=options.max_bytes, readers=options.readers)
         device = resolve_device(options.device)
+        if options.tp_size < 1:
+            raise PrepValueError(f"--tp-size must be at least 1, got {options.tp_size}")
         check_index("--tp-rank", options.tp_rank, options.tp_size)
+        if options.cache and os.path.exists(options.cache) and not os.path.isdir(options.cache):
+            raise PrepValueError(f"--cache {options.cache}: a cache is a folder, and this is none")
         checkpoint = open_checkpoint(options.checkpoint)
         keys = select_layers(checkpoint, options.layers)
     except (PrepError, FormatError) as error:
@@ -85,7 +92,7 @@ def _prepare(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
     try:
-        with checkpoint:
+        with checkpoint, _plain_warnings():
             report = (_plan if options.dry_run else _run)(options, checkpoint, keys, staging, device)
     except (PrepError, FormatError) as error:
         return _complain(str(error), EXIT_FAILED)
@@ -94,6 +101,14 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.json:
         return _emit(lambda: sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n"), EXIT_OK)
     return _emit(lambda: write_text(report, sys.stdout), EXIT_OK)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Tell warnings in one line each, without the place in the sources that gave them."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"trellis-prep: warning: {message}", file=sys.stderr)
+        yield
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -213,7 +213,7 @@ class CodeLoad:
 
     def planned(self, address: int) -> Reads | None:
         """All reads into memory; None where they are to be made one after another."""
-        if (kind := self._kind) is None:
+        if (kind := self._kind) is None or self._offsets is None:
             return None
         if (found := kind.at.get(address)) is None:
             found = kind.at[address] = kind.reads.at(address)

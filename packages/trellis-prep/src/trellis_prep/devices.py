@@ -40,8 +40,10 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     try:
         target = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
-        raise PrepValueError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from error
+        raise PrepValueError(f"{device!r} is not a device; give cpu, cuda or cuda:N") from error
     if target.type == "cpu":
+        if target.index:
+            raise PrepValueError(f"device {target} is not there: cpu is one device")
         return torch.device("cpu")
     if target.type != "cuda":
         raise PrepValueError(f"device must be cpu or cuda, got {target.type}")

@@ -115,7 +115,7 @@ def plan_batches(
         return plan
     longest = max((max(sizes) for sizes in row_bytes), default=0)
     most = SLOTS_PER_READER * readers if slots is None else slots
-    slots = next(count for count in range(most, 0, -1) if count == 1 or staging.max_bytes // count >= longest)
+    slots = max(min(most, staging.max_bytes // max(longest, 1)), 1)
     if (whole := staging.max_bytes // max(largest, 1)) > readers:
         slots = min(slots, whole)  # a few slots fewer, that hold a whole expert each
     room = staging.max_bytes // slots

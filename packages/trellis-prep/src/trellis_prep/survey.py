@@ -29,7 +29,8 @@ MAX_LAYER = 99_999
 ReadSample = tuple[int, float]
 """(bytes, seconds) of a read."""
 
-_PART = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_PART = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_DIGITS = len(str(MAX_LAYER))
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -43,9 +44,10 @@ def parse_layers(text: str) -> tuple[int, ...]:
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise PrepValueError(f"{part.strip()!r} is not a layer or a range of layers such as 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
+        ends = [text.lstrip("0") or "0" for text in (match[1], match[2] or match[1])]
+        first, last = (int(text) if len(text) <= _DIGITS else MAX_LAYER + 1 for text in ends)
         if first > last or last > MAX_LAYER:
-            raise PrepValueError(f"layers {part.strip()} must ascend and be at most {MAX_LAYER}")
+            raise PrepValueError(f"layers {part.strip()[:40]} must ascend and be at most {MAX_LAYER}")
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
 

@@ -96,7 +96,7 @@ class _Ring:
         np.frombuffer(self._rings, np.uint32, params[0], sq[6])[:] = np.arange(params[0])
         self._cqes = np.frombuffer(self._rings, CQE, params[1], cq[5])
         self._sqe_bytes = memoryview(self._memory)
-        self._cqe_words = memoryview(self._cqes).cast("B").cast("Q")  # two each: user_data; result and flags
+        self._cqe_words = self._cqes.data.cast("B").cast("Q")  # two each: user_data; result and flags
         self._sq_tail, self._sq_flags, self._cq_head, self._cq_tail = sq[1] // 4, sq[4] // 4, cq[0] // 4, cq[1] // 4
         self._tail, self._head = self._words[self._sq_tail], self._words[self._cq_head]
         self._unseen = self.flying = 0

@@ -53,7 +53,7 @@ class Reads:
     @cached_property
     def raw(self) -> memoryview:
         """The bytes of the entries, which a memoryview copies in a tenth of the time of records."""
-        return memoryview(self.entries).cast("B")
+        return self.entries.data.cast("B")
 
     @cached_property
     def counts(self) -> list[int] | npt.NDArray[np.int64]:
