@@ -23,7 +23,7 @@ from trellis_format.source import TrellisSource, TrellisWeights
 from trellis_format.terminal import complain, emit, keep_printing, printable
 from trellis_format.version import version
 from trellis_prep.bench_cli import add_bench, report_json, run_bench, write_bench_text
-from trellis_prep.cache import PreparedCache
+from trellis_prep.cache import CacheWarning, PreparedCache
 from trellis_prep.cli_report import LayerRow, ProgressLine, RunReport, write_text
 from trellis_prep.devices import resolve_device
 from trellis_prep.errors import PrepError, PrepValueError
@@ -107,6 +107,7 @@ def _prepare(options: argparse.Namespace) -> int:
 def _plain_warnings() -> Iterator[None]:
     """Tell warnings in one line each, without the place in the sources that gave them."""
     with warnings.catch_warnings():
+        warnings.simplefilter("always", CacheWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"trellis-prep: warning: {message}", file=sys.stderr)
         yield
 
