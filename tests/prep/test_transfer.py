@@ -33,7 +33,7 @@ def make_loads(target: torch.Tensor, count: int, size: int, log: list[Any] | Non
     for number in range(count):
 
         def fill(out: np.ndarray[Any, Any], number: int = number) -> None:
-            out.fill(number + 1)
+            out.fill((number + 1) & 0xFF)
             if log is not None:
                 log.append(("read", number))
 
